@@ -1,0 +1,275 @@
+"""The catalogue: model shapes, hardware and workloads, read from data/*.csv. One slug rule for every name."""
+
+import csv
+import difflib
+import re
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "q8_0": 8.5 / 8, "q5_0": 5.5 / 8,
+               "q4_0": 4.5 / 8, "q4_1": 5.0 / 8, "mxfp4": 4.25 / 8}  # fmt: skip
+"""Bytes per value of each format, block formats with their scales: Q4_0 stores 32 values in 18 bytes."""
+
+
+class UnknownName(LookupError):
+    """A model, hardware or format name that the catalogue does not hold; the message names the near ones."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """The `llama3` rule that stretches rotary wavelengths longer than the original context.
+
+    Source: huggingface/transformers modeling_rope_utils.py.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer: what the cost model counts and the decoder builds.
+
+    `head_dim` is a field, never hidden / n_heads. `intermediate` is the width of a dense FFN.
+    """
+
+    name: str
+    n_layers: int
+    hidden: int
+    intermediate: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    family: str = "llama"
+    tied_embeddings: bool = False
+    gated_mlp: bool = True
+    norm_eps: float = 1e-5
+    rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    attention: str = "GQA"  # "MHA", "GQA", "MQA" or "MLA"
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    window: int = 0  # tokens a windowed layer keeps; 0: none
+    windowed_layers: int = 0
+    moe_experts_total: int = 0
+    moe_experts_active: int = 0
+    moe_intermediate: int = 0
+    moe_shared_experts: int = 0
+    dense_layers: int = 0  # leading layers with a dense FFN in a mixture-of-experts model
+    kv_lora_rank: int = 0  # MLA: width of the latent that the cache stores
+    qk_rope_dim: int = 0
+    q_lora_rank: int = 0
+    qk_nope_dim: int = 0
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.n_layers, self.hidden, self.n_heads, self.n_kv_heads, self.vocab_size, self.max_context)
+        if min(sizes) < 1 or (self.attention != "MLA" and self.head_dim < 1):
+            raise ValueError(f"{self.name}: every size must be at least 1; got {sizes}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"{self.name}: {self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly; "
+                             "make n_heads a multiple of n_kv_heads")  # fmt: skip
+        if self.windowed_layers > self.n_layers:
+            raise ValueError(f"{self.name}: {self.windowed_layers} windowed layers of {self.n_layers}")
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Learned positions, LayerNorm and biases everywhere, as in GPT-2."""
+        return self.family.lower() in ("gpt2", "gpt-2")
+
+    @property
+    def query_width(self) -> int:
+        """Values of Q per token in one layer: n_heads * head_dim."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Values of K (or of V) per token in one layer: n_kv_heads * head_dim."""
+        return self.n_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One accelerator or CPU by its datasheet: memory in GB, bandwidth in bytes/s, dense peaks in FLOP/s by format."""
+
+    name: str
+    vendor: str
+    kind: str
+    memory_gb: float | None
+    bandwidth_bytes_per_s: float
+    fp32_flops_per_s: float | None = None
+    bf16_fp16_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    int8_flops_per_s: float | None = None
+    tdp_w: float | None = None
+    source: str = ""
+
+    def flops_per_s(self, dtype: str) -> float | None:
+        """Dense peak for arithmetic in `dtype`; weight-only formats compute in 16 bits. None where no source gives it."""
+        if dtype == "float32":
+            return self.fp32_flops_per_s
+        return self.fp8_flops_per_s if dtype == "fp8" and self.fp8_flops_per_s else self.bf16_fp16_flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A request and the formats it runs in: token counts, sequences per step, bytes per value of weights and of KV."""
+
+    prompt_tokens: int
+    output_tokens: int
+    batch: int = 1
+    weight_bytes_per_value: float = 2.0
+    kv_bytes_per_value: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("prompt_tokens", self.prompt_tokens, 1), ("output_tokens", self.output_tokens, 1),
+                                   ("batch", self.batch, 1)):  # fmt: skip
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+    @property
+    def slots(self) -> int:
+        """Cache slots one sequence needs: prompt + output - 1, since the last token is never read back.
+
+        >>> Workload(prompt_tokens=32, output_tokens=16).slots
+        47
+        """
+        return self.prompt_tokens + self.output_tokens - 1
+
+
+def slug(name: str) -> str:
+    """The one form in which names are compared: lower case, runs of anything but letters, digits and '.' become '-'.
+
+    >>> slug("NVIDIA H200 SXM"), slug("Llama-3.1-8B")
+    ('nvidia-h200-sxm', 'llama-3.1-8b')
+    """
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def data_dir() -> Path:
+    """Where the reference tables are: beside the code in a wheel, at the top of the repository in an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "data", package.parents[1] / "data")
+    found = next((place for place in places if (place / "models.csv").is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"no data/models.csv beside {package.name}: install with `pip install -e ./lib[lab]` from the clone")
+    return found
+
+
+@lru_cache(maxsize=16)
+def read_table(file: str) -> tuple[dict[str, str], ...]:
+    """The rows of data/`file` as dictionaries of text."""
+    with (data_dir() / file).open(encoding="utf-8", newline="") as lines:
+        return tuple(csv.DictReader(lines))
+
+
+def _number(text: str | None, scale: float = 1.0) -> float | None:
+    return float(text) * scale if text else None
+
+
+def _model(row: dict[str, str]) -> ModelConfig:
+    """A models.csv row; a blank cell is the field's default."""
+    renamed = {"n_layers": "layers", "vocab_size": "vocab"}
+    values = {}
+    for field in fields(ModelConfig):
+        text = row.get(renamed.get(field.name, field.name), "")
+        if text:
+            values[field.name] = text == "true" if field.type is bool else field.type(text) if field.type in (int, float, str) else text
+    return ModelConfig(**{"intermediate": 0, "head_dim": 0, **values})
+
+
+def _hardware(row: dict[str, str]) -> Hardware:
+    """A hardware.csv row, in base units."""
+    return Hardware(name=row["name"], vendor=row["vendor"], kind=row["kind"], memory_gb=_number(row["memory_gb"]),
+                    bandwidth_bytes_per_s=float(row["bandwidth_gb_s"]) * 1e9, tdp_w=_number(row["tdp_w"]), source=row["source"],
+                    **{f"{peak}_flops_per_s": _number(row[column], 1e12) for peak, column in
+                       (("fp32", "fp32_tflops"), ("bf16_fp16", "bf16_fp16_tflops"), ("fp8", "fp8_tflops"),
+                        ("int8", "int8_tops"))})  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def models() -> dict[str, ModelConfig]:
+    """Every model shape of the catalogue by slug."""
+    return {slug(row["name"]): _model(row) for row in read_table("models.csv")}
+
+
+@lru_cache(maxsize=1)
+def hardware_by_slug() -> dict[str, Hardware]:
+    """Every accelerator and CPU of the catalogue by slug, with the vendor's name in it."""
+    return {slug(row["name"]): _hardware(row) for row in read_table("hardware.csv")}
+
+
+@lru_cache(maxsize=2)
+def _names(kind: str) -> dict[str, str]:
+    """Every accepted slug of a kind ("model" or "hardware") -> the slug of its row: rows, without vendor, aliases."""
+    rows = models() if kind == "model" else hardware_by_slug()
+    names = {key: key for key in rows}
+    if kind == "hardware":
+        names |= {key.removeprefix(f"{slug(row.vendor)}-"): key for key, row in rows.items()}
+    return names | {slug(row["alias"]): slug(row["name"]) for row in read_table("aliases.csv") if row["kind"] == kind}
+
+
+def _resolve(kind: str, name: str) -> str:
+    names = _names(kind)
+    if (key := slug(name)) in names:
+        return names[key]
+    near = difflib.get_close_matches(key, names, n=4, cutoff=0.4) or sorted(names)[:6]
+    raise UnknownName(
+        f"unknown {kind} {name!r}; near names: {', '.join(dict.fromkeys(near))}. All are in data/{'models' if kind == 'model' else 'hardware'}.csv"
+    )
+
+
+def model(name: str) -> ModelConfig:
+    """The shape called `name` in data/models.csv, under any spelling that the slug rule or an alias maps to it.
+
+    Raises: UnknownName, naming the near ones.
+
+    >>> model("Llama 3.1 8B").n_kv_heads
+    8
+    """
+    return models()[_resolve("model", name)]
+
+
+def hardware(name: str) -> Hardware:
+    """The accelerator or CPU called `name` in data/hardware.csv; the vendor may be left out.
+
+    Raises: UnknownName, naming the near ones.
+
+    >>> hardware("h200-sxm").bandwidth_bytes_per_s
+    4800000000000.0
+    """
+    return hardware_by_slug()[_resolve("hardware", name)]
+
+
+def dtype_bytes(name: str) -> float:
+    """Bytes per value of the format `name`, scales of a block format included.
+
+    Raises: UnknownName.
+
+    >>> dtype_bytes("bf16"), dtype_bytes("q4_0")
+    (2.0, 0.5625)
+    """
+    full = dtype_name(name)
+    return DTYPE_BYTES[full]
+
+
+def dtype_name(name: str) -> str:
+    """The full name of a format: "bf16" is "bfloat16".
+
+    Raises: UnknownName.
+    """
+    short = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "float8": "fp8"}
+    full = short.get(name.lower().replace("-", "_"), name.lower().replace("-", "_"))
+    if full not in DTYPE_BYTES:
+        raise UnknownName(f"unknown format {name!r}; known: {', '.join(DTYPE_BYTES)}")
+    return full
