@@ -1,0 +1,106 @@
+"""The KV cache. One tensor per layer, and reads touch only the valid slice.
+
+The cache is an argument of every pass, never a module attribute. `length` (valid tokens) is never `max_len`
+(allocated slots), and it moves once per pass, in `Decoder.forward`.
+"""
+
+import torch
+from torch import Tensor
+
+from decodelab.arithmetic.catalog import ModelConfig
+
+PAD_POSITION = 2**30
+"""Position of a padding column: greater than any query's, so `key position <= query position` never shows it."""
+
+
+class ContextError(ValueError):
+    """A request needs more cache slots, or positions, than there are. Raised before any forward pass."""
+
+
+class KVCache:
+    """Contiguous K and V of `batch` rows, `max_len` slots each: one (B, K, max_len, H) tensor per layer for K, one for V."""
+
+    def __init__(
+        self, config: ModelConfig, *, max_len: int, batch: int = 1, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    ):
+        if max_len < 1 or batch < 1:
+            raise ValueError(f"a cache of max_len {max_len} and batch {batch} holds nothing; both must be at least 1")
+        shape = (batch, config.n_kv_heads, max_len, config.head_dim)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.length = 0
+        self.positions: Tensor | None = None  # (B, max_len), only once a pass names its positions
+
+    @property
+    def batch(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V bytes of one more token in one row, all layers."""
+        layer = self.keys[0]
+        return 2 * len(self.keys) * layer.shape[1] * layer.shape[3] * layer.element_size()
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.batch * self.max_len * self.bytes_per_token
+
+    def read_bytes(self, new_tokens: int = 1) -> int:
+        """K and V bytes the next pass of `new_tokens` tokens reads, all rows: the valid slice with the new tokens in it."""
+        return self.batch * (self.length + new_tokens) * self.bytes_per_token
+
+    def require_room(self, new_tokens: int) -> None:
+        """Raises ContextError, before anything is written, when `new_tokens` more do not fit."""
+        if self.length + new_tokens > self.max_len:
+            raise ContextError(f"{new_tokens} more tokens need {self.length + new_tokens} cache slots but the cache holds "
+                               f"{self.max_len}. Make it with max_len={self.length + new_tokens}, or crop it.")  # fmt: skip
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k, v (B, K, T, H) behind the valid slice of `layer`; returns the slice with them, (B, K, S, H) views."""
+        end = self.length + k.shape[2]
+        self.keys[layer][:, :, self.length : end] = k
+        self.values[layer][:, :, self.length : end] = v
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Records the positions (B, T) of the columns about to be written; returns those of all columns, (B, S)."""
+        if self.positions is None:
+            columns = torch.arange(self.max_len, device=positions.device)
+            self.positions = columns.repeat(self.batch, 1)
+        end = self.length + positions.shape[1]
+        self.positions[:, self.length : end] = positions
+        return self.positions[:, :end]
+
+    def advance(self, new_tokens: int) -> None:
+        """Makes the appended tokens valid. Called once per pass."""
+        self.length += new_tokens
+
+    def crop(self, length: int) -> None:
+        """Forgets all but the first `length` tokens, in place. Raises ValueError outside 0 ... length."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}; give a number from 0 to {self.length}")
+        self.length = length
+
+    def reset(self) -> None:
+        """Empties the cache; the memory stays."""
+        self.length, self.positions = 0, None
+
+    def copy(self) -> "KVCache":
+        """An independent cache with the same content: continuing one leaves the other as it is."""
+        twin = object.__new__(KVCache)
+        twin.keys, twin.values = [k.clone() for k in self.keys], [v.clone() for v in self.values]
+        twin.length = self.length
+        twin.positions = None if self.positions is None else self.positions.clone()
+        return twin
+
+    def fill_random(self, length: int, *, generator: torch.Generator | None = None) -> None:
+        """Sets the first `length` tokens to random K and V: a step's bytes do not care about values. Never zeros."""
+        if not 0 <= length <= self.max_len:
+            raise ContextError(f"cannot fill {length} tokens into a cache that holds {self.max_len}")
+        for tensor in (*self.keys, *self.values):
+            tensor[:, :, :length].normal_(generator=generator)
+        self.length, self.positions = length, None

@@ -1,0 +1,184 @@
+"""Generation: `generate` -> `decode_step` -> `Decoder.forward` -> `Block.forward` -> `Attention.forward`.
+
+`generate` knows no clock: wrap its iterator (measuring/clock.py) to time it. The first token comes from prefill; each
+further token costs one decode step, and a request of `new` tokens needs prompt + new - 1 cache slots.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from decodelab.decoder.cache import PAD_POSITION, ContextError, KVCache
+from decodelab.decoder.model import Decoder
+from decodelab.decoder.sampling import GREEDY, Sampling, sample
+
+Phase = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class Detokenizer(Protocol):
+    """What `generate` needs of a tokenizer's stream: text for a token, held back inside a character."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One token: which pass made it, and the tokens in the cache once that pass was done (S)."""
+
+    index: int
+    phase: Phase
+    token: int
+    context: int
+    text: str | None = None  # None without a detokenizer; may be "" while a character or a stop string is pending
+    finish: FinishReason | None = None
+
+
+def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, cache: KVCache, chunk: int | None = None) -> Tensor:
+    """Reads the prompts into `cache` and returns the logits of each one's last token, (B, V).
+
+    Prompts of unequal length are padded on the right; padding is never visible. `chunk` splits the pass.
+    Raises: ValueError for an empty prompt or an id outside the vocabulary, ContextError where they do not fit.
+    """
+    _check_prompts(model, prompts)
+    width = max(map(len, prompts))
+    cache.require_room(width)
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    positions = torch.full_like(ids, PAD_POSITION)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        positions[row, : len(prompt)] = torch.arange(cache.length, cache.length + len(prompt))
+    even = len({len(prompt) for prompt in prompts}) == 1
+    return _prefill_chunks(model, ids.to(model.device), None if even else positions.to(model.device), cache, chunk or width,
+                           ends=[len(prompt) - 1 for prompt in prompts])  # fmt: skip
+
+
+@torch.inference_mode()
+def _prefill_chunks(model: Decoder, ids: Tensor, positions: Tensor | None, cache: KVCache, chunk: int, ends: list[int]) -> Tensor:
+    """The passes of a prefill; a row's logits are taken in the chunk that holds its last token."""
+    logits = torch.empty((ids.shape[0], model.config.vocab_size), device=ids.device)
+    for start in range(0, ids.shape[1], chunk):
+        part = slice(start, min(start + chunk, ids.shape[1]))
+        last = torch.tensor(ends, device=ids.device).clamp(part.start, part.stop - 1) - part.start
+        out = model(ids[:, part], cache=cache, positions=None if positions is None else positions[:, part], last=last)
+        for row, end in enumerate(ends):
+            if part.start <= end < part.stop:
+                logits[row] = out[row]
+    return logits
+
+
+@torch.inference_mode()
+def decode_step(model: Decoder, tokens: Tensor, *, cache: KVCache) -> Tensor:
+    """One step for every row: appends `tokens` (B,) to the cache and returns the next logits, (B, V).
+
+    Reads each weight once and every cached K and V once, whatever the batch.
+    """
+    if cache.positions is None:
+        return model(tokens[:, None], cache=cache)
+    return model(tokens[:, None], cache=cache, positions=next_positions(cache)[:, None])
+
+
+def next_positions(cache: KVCache) -> Tensor:
+    """The position of each row's next token, (B,): one past its last real column."""
+    known = cache.positions[:, : cache.length]
+    return known.masked_fill(known == PAD_POSITION, -1).amax(-1) + 1
+
+
+def generate(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: KVCache | None = None, sampling: Sampling = GREEDY,
+             generator: torch.Generator | None = None, eos: Collection[int] = (), stop: Sequence[str] = (),
+             detokenizer: Detokenizer | None = None, chunk: int | None = None) -> Iterator[Step]:  # fmt: skip
+    """Yields up to `max_tokens` steps after `prompt`; the last one names why it ended.
+
+    `eos=()` ignores every end token. `stop` strings need a `detokenizer`. All checks are made before any forward pass.
+    Raises: ContextError where prompt + max_tokens - 1 slots do not fit, ValueError for other bad arguments.
+    """
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be 0 or more")
+    if stop and detokenizer is None:
+        raise ValueError("stop strings need detokenizer=tokenizer.stream(), to turn tokens into text")
+    _check_prompts(model, [prompt])
+    held = cache.length if cache is not None else 0
+    slots = held + len(prompt) + max(max_tokens, 1) - 1
+    limit = min(cache.max_len if cache is not None else slots, model.config.max_context)
+    if slots > limit:
+        raise ContextError(_no_room(held + len(prompt), max_tokens, slots, limit, model, cache))
+    if max_tokens == 0:
+        return iter(())
+    cache = cache if cache is not None else model.new_cache(max_len=slots)
+    return _steps(model, prompt, max_tokens, cache, sampling, generator, frozenset(eos), StopStrings(stop), detokenizer, chunk)
+
+
+def _steps(model, prompt, max_tokens, cache, sampling, generator, eos, stops, detokenizer, chunk) -> Iterator[Step]:  # noqa: ANN001
+    """The loop behind `generate`: choose a token, tell the caller, pay for the next pass only if there is one."""
+    logits, phase = prefill(model, [prompt], cache=cache, chunk=chunk), "prefill"
+    for index in range(max_tokens):
+        tokens = sample(logits, sampling, generator=generator)  # (1,)
+        token = int(tokens)
+        text, finish = stops.feed(detokenizer.push(token) if detokenizer and token not in eos else ""), None
+        if token in eos or stops.found:
+            finish = "stop"
+        elif index == max_tokens - 1:
+            finish = "length"
+        if finish and detokenizer and not stops.found:
+            text += stops.feed(detokenizer.flush()) + stops.flush()
+            finish = "stop" if stops.found else finish
+        yield Step(index=index, phase=phase, token=token, context=cache.length, text=text if detokenizer else None, finish=finish)
+        if finish:
+            return
+        logits, phase = decode_step(model, tokens, cache=cache), "decode"
+
+
+class StopStrings:
+    """Watches streamed text for stop strings, holding back what may still become one.
+
+    >>> watch = StopStrings(["DEFGHIJ"])
+    >>> [watch.feed(piece) for piece in ("abcDEF", "G", "X")], watch.found
+    (['abc', '', 'DEFGX'], False)
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        if "" in stops:
+            raise ValueError("an empty stop string would stop before the first token; remove it")
+        self.stops, self.held, self.found = tuple(stops), "", False
+
+    def feed(self, piece: str) -> str:
+        """Text that is now safe to show. Once a stop string is complete, what stood before it, and `found` is True."""
+        text = self.held + piece
+        at = min((text.find(stop) for stop in self.stops if stop in text), default=None)
+        if at is not None:
+            self.held, self.found = "", True
+            return text[:at]
+        keep = max((n for stop in self.stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The held-back text, at the end of a stream that did not stop."""
+        text, self.held = self.held, ""
+        return text
+
+
+def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {row} is empty: there is no token to start from. Give at least one token id.")
+        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
+            raise ValueError(
+                f"prompt {row} holds id {max(prompt) if min(prompt) >= 0 else min(prompt)}; {model.config.name} has ids 0 to {model.config.vocab_size - 1}"
+            )
+
+
+def _no_room(prompt: int, new: int, slots: int, limit: int, model: Decoder, cache: KVCache | None) -> str:
+    fits = limit - prompt + 1
+    advice = f"Ask for at most {fits} new tokens" if fits > 0 else f"Shorten the prompt to at most {limit} tokens"
+    if limit == model.config.max_context:
+        return (
+            f"this request needs {slots:,} positions (prompt {prompt:,} + {new} new − 1) but {model.config.name} has {limit:,}. {advice}."
+        )
+    return (f"this request needs {slots:,} cache slots (prompt {prompt:,} + {new} new − 1) but the cache holds {limit:,}. "
+            f"{advice}, or make the cache with max_len={slots}.")  # fmt: skip
