@@ -1,0 +1,1 @@
+"""Clocks, this machine's card, and the sweeps the labs run."""

@@ -1,0 +1,308 @@
+"""The card: every constant of the formula, measured on this machine and on buffers that are not the model.
+
+`matvec`, `kv_read` and the probe decoder run the same eager operations as the decoder on random data, at shapes of
+their own, so no timing of a predicted model enters its prediction.
+"""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from decodelab.arithmetic.catalog import ModelConfig, slug
+from decodelab.arithmetic.cost import weight_bytes_per_step
+from decodelab.arithmetic.records import Card, Machine, fit_line
+from decodelab.decoder.generate import decode_step
+from decodelab.decoder.model import Decoder
+from decodelab.decoder.sampling import sample
+from decodelab.decoder.weights import random as random_decoder
+from decodelab.measuring.clock import interleaved, time_call
+
+CARD_BUDGET_S = 25.0
+PATH = "eager"
+
+
+def budget(seconds: float) -> float:
+    """The budget of an experiment: `seconds`, or DECODELAB_BUDGET_S where that is set and shorter."""
+    return min(seconds, float(os.environ.get("DECODELAB_BUDGET_S") or "inf"))
+
+
+def home() -> Path:
+    """Where cards, predictions and records are kept: DECODELAB_HOME, else ~/.decodelab."""
+    return Path(os.environ.get("DECODELAB_HOME") or Path.home() / ".decodelab")
+
+
+def usable_threads(affinity: int, *, quota_cpus: float | None = None) -> int:
+    """Threads worth using: the CPUs this process may run on, or a container's quota if that is less, rounded down.
+
+    >>> usable_threads(96, quota_cpus=7.65), usable_threads(4), usable_threads(96, quota_cpus=0.5)
+    (7, 4, 1)
+    """
+    return max(1, min(affinity, math.floor(quota_cpus) if quota_cpus else affinity))
+
+
+def container_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs a Linux control group grants (version 2, then 1); None where there is no limit."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((root / file).read_text() for file in files).split()
+            return float(quota) / float(period) if quota not in ("max", "-1") else None
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def use_threads() -> int:
+    """Sets torch to the usable threads (OMP_NUM_THREADS wins where set) and returns their number."""
+    process = psutil.Process()
+    affinity = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdigit() and int(asked) else usable_threads(affinity, quota_cpus=container_quota())
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    return threads
+
+
+def describe(device: str = "cpu") -> Machine:
+    """This machine as every record names it."""
+    processor = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _processor_name()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return Machine(processor=processor, threads=use_threads(), torch=torch.__version__, device=torch.device(device).type,
+                   system=f"{platform.system()} {platform.machine()}", memory_bytes=psutil.virtual_memory().total,
+                   last_level_cache_bytes=last_level_cache_bytes(device), load=load)  # fmt: skip
+
+
+def _processor_name() -> str:
+    if sys.platform.startswith("linux"):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+
+
+def _sysctl(name: str) -> str:
+    """A macOS system value, "" elsewhere."""
+    if sys.platform != "darwin":
+        return ""
+    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def last_level_cache_bytes(device: str = "cpu") -> int | None:
+    """Size of the last cache before memory; None where the system does not say."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = [int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]]
+             for text in (file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")) if text[-1:] in "KM"]  # fmt: skip
+    return max(sizes, default=None) or int(_sysctl("hw.perflevel0.l2cachesize") or _sysctl("hw.l3cachesize") or 0) or None
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 natively, so that loading in bf16 halves the bytes and the time."""
+    if sys.platform.startswith("linux"):
+        flags = Path("/proc/cpuinfo").read_text(errors="replace")
+        return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+    return _sysctl("hw.optional.arm.FEAT_BF16") == "1"
+
+
+# --- the card on disk ---------------------------------------------------------------------------------------------
+
+
+def card(
+    dtype: str = "float32", *, device: str = "cpu", path: str = PATH, remeasure: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Card:
+    """This machine's card: read from disk if it was measured before on the same processor, torch and threads, else measured.
+
+    Measuring takes under 30 s with nothing else running. `say` receives one line per constant as it is measured.
+    """
+    file = card_file(describe(device), dtype, path)
+    if not remeasure and file.is_file():
+        try:
+            return Card.from_json(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError):
+            say(f"the card in {file.name} cannot be read; measuring it again")
+    measured = measure_card(dtype, device=device, say=say)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".new")
+    draft.write_text(json.dumps(measured.to_json(), indent=1), encoding="utf-8")
+    draft.replace(file)
+    return measured
+
+
+def card_file(machine: Machine, dtype: str, path: str) -> Path:
+    """One file per processor, torch, threads, device, dtype and path."""
+    return home() / "cards" / (slug(f"{machine.processor} {machine.torch} {machine.threads}t {machine.device} {dtype} {path}") + ".json")
+
+
+def fresh_card(dtype: str = "float32", *, device: str = "cpu", say: Callable[[str], None] = lambda _: None) -> Card:
+    """The card, measured again if the read roof has moved by more than a fifth since: other work, another clock, another host."""
+    known = card(dtype, device=device, say=say)
+    now = read_bandwidth(device=device, budget_s=budget(1.0))
+    if 0.8 < now / known.read_bytes_per_s < 1.25:
+        return known
+    say(f"the read roof is {now / 1e9:.1f} GB/s now and {known.read_bytes_per_s / 1e9:.1f} on the card: measuring the card again")
+    return card(dtype, device=device, remeasure=True, say=say)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure_card(
+    dtype: str = "float32", *, device: str = "cpu", budget_s: float | None = None, say: Callable[[str], None] = lambda _: None
+) -> Card:
+    """Measures every constant on random buffers larger than the last-level cache; medians, roofs the best of their reads."""
+    began, machine, kind = time.perf_counter(), describe(device), getattr(torch, dtype)
+    share = budget(CARD_BUDGET_S if budget_s is None else budget_s) / 8
+    values: dict[str, float] = {}
+
+    def note(name: str, value: float) -> float:
+        values[name] = value
+        say(f"{name} {value:.4g}")
+        return value
+
+    note("read_bytes_per_s", read_bandwidth(device=device, budget_s=share))
+    note("copy_bytes_per_s", copy_bandwidth(device=device, budget_s=share))
+    matvec = note("matvec_bytes_per_s", matvec_bandwidth(kind, device=device, budget_s=share))
+    note("kv_read_bytes_per_s", kv_bandwidth(kind, device=device, queries_per_head=1, budget_s=share))
+    note("kv_read_grouped_bytes_per_s", kv_bandwidth(kind, device=device, queries_per_head=3, budget_s=share))
+    note("gemm_flops_per_s", gemm_rate(kind, device=device, budget_s=share))
+    step_s, layer_s, row_s = overheads(kind, device=device, matvec_bytes_per_s=matvec, budget_s=2 * share)
+    for name, value in (("step_overhead_s", step_s), ("layer_overhead_s", layer_s), ("per_row_s", row_s)):
+        note(name, value)
+    return Card(machine=machine, dtype=dtype, path=PATH, measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                seconds=time.perf_counter() - began, **values)  # fmt: skip
+
+
+def _cold_bytes(device: str) -> int:
+    """Bytes that cannot stay in the last-level cache: four times its size, at least 128 MB and at most 1 GB."""
+    return min(10**9, max(128 * 10**6, 4 * (last_level_cache_bytes(device) or 32 * 2**20)))
+
+
+def read_bandwidth(*, device: str = "cpu", budget_s: float) -> float:
+    """Read roof in bytes per second: a sum over a cold buffer, the best of its runs, as STREAM reports it."""
+    buffer = torch.randn(_cold_bytes(device) // 4, device=device)
+    seconds = interleaved([buffer.sum], rounds=40, budget_s=budget_s, device=device)[0]
+    return buffer.numel() * 4 / min(seconds)
+
+
+def copy_bandwidth(*, device: str = "cpu", budget_s: float) -> float:
+    """Copy roof in bytes per second, counted as read + written, the best of its runs."""
+    source = torch.randn(_cold_bytes(device) // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = interleaved([lambda: target.copy_(source)], rounds=40, budget_s=budget_s, device=device)[0]
+    return copy_traffic(source.numel() * 4) / min(seconds)
+
+
+def copy_traffic(copied_bytes: int) -> int:
+    """Bytes a copy moves: each is read once and written once.
+
+    >>> copy_traffic(2**30) / 1e-3 / 1e9
+    2147.483648
+    """
+    return 2 * copied_bytes
+
+
+def matvec_bandwidth(dtype: torch.dtype, *, device: str = "cpu", budget_s: float) -> float:
+    """BW_w in bytes per second: one row through cold matrices in a small decoder's proportions (attention, FFN, output).
+
+    Width 832: no catalogue shape has it, and a CPU's product slows down as rows get shorter, so it must be of the lab's size.
+    """
+    width, size = 832, dtype.itemsize
+    shapes = [(width, width)] * 4 + [(4 * width, width)] * 2 + [(width, 4 * width)]
+    layers = max(2, math.ceil(_cold_bytes(device) / (16 * width * width * size)))
+    matrices = [_random(shape, dtype, device) for shape in shapes * layers] + [_random((32 * width, width), dtype, device)]
+    rows = {width: _random((1, 1, width), dtype, device), 4 * width: _random((1, 1, 4 * width), dtype, device)}
+
+    def stream() -> None:
+        for matrix in matrices:
+            F.linear(rows[matrix.shape[1]], matrix)
+
+    seconds = interleaved([stream], rounds=30, budget_s=budget_s, device=device)[0]
+    return sum(matrix.numel() for matrix in matrices) * size / median(seconds)
+
+
+def kv_bandwidth(dtype: torch.dtype, *, device: str = "cpu", queries_per_head: int, budget_s: float) -> float:
+    """BW_kv in bytes per second: one new token's attention over cold caches of 4096 tokens, heads of 64.
+
+    One query per KV head (MHA, 12 heads), or three (GQA, 3 KV heads): fewer, shared heads split worse over threads.
+    """
+    heads, tokens, head_dim = (12 if queries_per_head == 1 else 3), 4096, 64
+    layer_bytes = 2 * heads * tokens * head_dim * dtype.itemsize
+    layers = [(_random((1, heads, tokens, head_dim), dtype, device), _random((1, heads, tokens, head_dim), dtype, device))
+              for _ in range(math.ceil(_cold_bytes(device) / layer_bytes))]  # fmt: skip
+    query = _random((1, heads, queries_per_head, head_dim), dtype, device)
+
+    def attend_all() -> None:
+        for keys, values in layers:
+            F.scaled_dot_product_attention(query, keys, values)
+
+    seconds = interleaved([attend_all], rounds=30, budget_s=budget_s, device=device)[0]
+    return len(layers) * layer_bytes / median(seconds)
+
+
+def gemm_rate(dtype: torch.dtype, *, device: str = "cpu", budget_s: float) -> float:
+    """Peak in FLOP/s: a product of 512 rows with a 4096 x 1024 matrix (4096 rows on a GPU), random data."""
+    rows, out, width = (4096, 8192, 4096) if torch.device(device).type == "cuda" else (512, 4096, 1024)
+    x, matrix = _random((rows, width), dtype, device), _random((out, width), dtype, device)
+    seconds = interleaved([lambda: F.linear(x, matrix)], rounds=30, budget_s=budget_s, device=device)[0]
+    return 2 * rows * out * width / median(seconds)
+
+
+def probe_config(*, hidden: int, n_layers: int, vocab_size: int = 1024, max_context: int = 64) -> ModelConfig:
+    """A Llama-shaped decoder that is in no catalogue: heads of 64, FFN 2.75 times the width."""
+    heads = max(1, hidden // 64)
+    return ModelConfig(name=f"probe-{hidden}x{n_layers}", n_layers=n_layers, hidden=hidden, intermediate=hidden * 11 // 4, n_heads=heads,
+                       n_kv_heads=heads, head_dim=hidden // heads, vocab_size=vocab_size, max_context=max_context, attention="MHA")  # fmt: skip
+
+
+def overheads(dtype: torch.dtype, *, device: str = "cpu", matvec_bytes_per_s: float, budget_s: float) -> tuple[float, float, float]:
+    """(fixed, per layer, per row) seconds of a step beyond streaming its weights at BW_w.
+
+    Probe decoders of two depths give a line in the depth; a batch of eight on a narrow one gives the row.
+    """
+    layer_bytes = weight_bytes_per_step(probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=dtype.itemsize)
+    shallow = min(48, max(4, math.ceil(1.5 * (last_level_cache_bytes(device) or 32 * 2**20) / layer_bytes)))
+    configs = [
+        probe_config(hidden=512, n_layers=shallow),
+        probe_config(hidden=512, n_layers=3 * shallow),
+        probe_config(hidden=64, n_layers=8),
+    ]
+    probes = [random_decoder(config, seed=7, device=device, dtype=dtype) for config in configs]
+    steps = [_probe_step(probes[0]), _probe_step(probes[1]), _probe_step(probes[2]), _probe_step(probes[2], batch=8)]
+    taken = [median(seconds) for seconds in interleaved(steps, rounds=60, budget_s=budget_s, device=device, warmup=2)]
+    beyond = [taken[i] - weight_bytes_per_step(configs[i], dtype_bytes=dtype.itemsize) / matvec_bytes_per_s for i in (0, 1)]
+    line = fit_line([config.n_layers for config in configs[:2]], beyond)
+    return max(0.0, line.intercept), max(0.0, line.slope), max(0.0, (taken[3] - taken[2]) / 7)
+
+
+def _probe_step(probe: Decoder, *, batch: int = 1) -> Callable[[], None]:
+    """One decode step of a probe with four cached tokens, as `generate` runs it: pass, sample, token on the host."""
+    cache = probe.new_cache(max_len=8, batch=batch)
+    cache.fill_random(4)
+    tokens = torch.arange(batch, device=probe.device)
+
+    def step() -> None:
+        cache.crop(4)
+        sample(decode_step(probe, tokens, cache=cache)).tolist()
+
+    return step
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random normal data: constant data draws less power and lets a chip clock higher than real work does."""
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def call_overhead_s() -> float:
+    """Seconds the clock itself costs: an empty timed call."""
+    return time_call(lambda: None)
