@@ -1,0 +1,459 @@
+"""The catalogue of exercises: for each the library's own function as reference, its cases, and the mistakes people make.
+
+A mistake is a function somebody plausibly writes, unlike the reference and unlike the other mistakes on some case, with
+the hint that answers it. One line each: the arguments are those of the reference, `k` its keywords.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from decodelab.arithmetic import catalog, cost, planning
+from decodelab.arithmetic.catalog import ModelConfig, Workload
+from decodelab.arithmetic.cost import Constants
+from decodelab.arithmetic.records import Card
+from decodelab.measuring import experiments
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call that an answer must get right."""
+
+    label: str
+    arguments: tuple = ()
+    keywords: dict = field(default_factory=dict)
+
+    def call(self, function: Callable) -> float:
+        """The function's value here."""
+        return function(*self.arguments, **self.keywords)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What to say to a wrong function, and the function."""
+
+    hint: str
+    wrong: Callable
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function to write, in one place: the lab's text, the tests and `check` all read it here."""
+
+    statement: str
+    reference: Callable
+    cases: Callable[[], list[Case]]  # the same list at each call
+    mistakes: tuple[Mistake, ...]
+    minutes: int
+    difficulty: int  # 1 to 3
+    importance: int  # 1 to 3
+    behind: Callable  # where `reference` gets its number: itself, or the function whose result has several
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    @property
+    def marks(self) -> str:
+        """The line under the exercise's title: minutes, difficulty, importance.
+
+        >>> EXERCISES["kv_bytes_per_token"].marks
+        '6 min · ●●○ · matters ●●●'
+        """
+        difficulty, importance = ("●" * count + "○" * (3 - count) for count in (self.difficulty, self.importance))
+        return f"{self.minutes} min · {difficulty} · matters {importance}"
+
+    def values(self, function: Callable) -> list[float]:
+        """The function's value on each case."""
+        return [case.call(function) for case in self.cases()]
+
+
+# --- references that return one number where the library returns several ------------------------------------------
+
+
+def intercept_s(config: ModelConfig, constants: Constants, *, batch: int, weight_bytes_per_value: float) -> float:
+    """a of t(n) = a + b*n: seconds of a step that finds nothing in the cache."""
+    return cost.growth(config, constants, batch=batch, weight_bytes_per_value=weight_bytes_per_value).a_s
+
+
+def slope_s_per_token(config: ModelConfig, constants: Constants, *, batch: int, kv_bytes_per_value: float) -> float:
+    """b of t(n) = a + b*n: seconds that one more cached token in each sequence adds to a step."""
+    return cost.growth(config, constants, batch=batch, kv_bytes_per_value=kv_bytes_per_value).b_s_per_token
+
+
+def decode_s(config: ModelConfig, constants: Constants, *, prompt: int, output: int) -> float:
+    """Seconds of all decode steps of one request."""
+    return cost.request_time(config, constants, Workload(prompt_tokens=prompt, output_tokens=output)).decode_s
+
+
+def answer_dollars(config: ModelConfig, constants: Constants, *, prompt: int, reasoning: int, answer: int, batch: int,
+                   dollars_per_hour: float) -> float:  # fmt: skip
+    """Dollars of one answer whose reasoning is hidden, one of `batch` that share the device."""
+    work = {"prompt": prompt, "reasoning": reasoning, "answer": answer, "batch": batch}
+    return planning.answer_cost(config, constants, dollars_per_hour=dollars_per_hour, watts=0, **work).dollars
+
+
+# --- cases --------------------------------------------------------------------------------------------------------
+
+
+def _random_shape(rng: random.Random) -> ModelConfig:
+    """A decoder with grouped heads whose head_dim is seldom hidden / n_heads; its name tells the shape."""
+    layers, hidden, head_dim = rng.randint(2, 40), 64 * rng.randint(4, 64), rng.choice((32, 64, 96, 128))
+    kv_heads, group = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 3, 4))
+    return ModelConfig(
+        name=f"{layers} layers, hidden {hidden}, {group * kv_heads}/{kv_heads} heads of {head_dim}",
+        n_layers=layers,
+        hidden=hidden,
+        intermediate=4 * hidden,
+        n_heads=group * kv_heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=1000 * rng.randint(1, 150),
+        max_context=8192,
+        tied_embeddings=rng.random() < 0.5,
+    )
+
+
+def _random_rates(rng: random.Random) -> dict[str, float]:
+    """A machine between a slow CPU and a fast accelerator, its ridge anywhere from 1 to 30 FLOP per byte."""
+    bandwidth = 10 ** rng.uniform(9, 12)
+    return {"weight_bytes_per_s": bandwidth, "kv_bytes_per_s": bandwidth * rng.uniform(0.3, 1), "flops_per_s": bandwidth * rng.uniform(1, 30),
+            "step_overhead_s": rng.uniform(1e-4, 1e-2), "layer_overhead_s": rng.uniform(1e-5, 1e-3), "per_row_s": rng.uniform(1e-5, 1e-3)}  # fmt: skip
+
+
+def _random_card(rng: random.Random) -> Card:
+    """A card with every rate different from the others."""
+    rates, dtype = {item.name: 10 ** rng.uniform(9, 12) for item in fields(Card)}, rng.choice(("float32", "bfloat16"))
+    return Card(**{**rates, "dtype": dtype, "path": "eager", "gemm_flops_per_s": rates["read_bytes_per_s"] * rng.uniform(1, 30)})
+
+
+def _cases(rows: Sequence[tuple], names: Sequence[str] = ()) -> list[Case]:
+    """One case a row: leading objects are positional, the rest are the values of the keywords `names`."""
+    cases = []
+    for row in rows:
+        split = len(row) - len(names)
+        keywords = dict(zip(names, row[split:], strict=True))
+        told = [part.name for part in row[:split] if isinstance(part, ModelConfig)]
+        cases.append(Case(", ".join([*told, *(f"{key}={value}" for key, value in keywords.items())]), row[:split], keywords))
+    return cases
+
+
+def _drawn(seed: int, models: Sequence[str], *, constants: bool = False, random_shapes: int = 6,
+           **choices: Sequence) -> Callable[[], list[Case]]:  # fmt: skip
+    """Named models, then random shapes, each with one value drawn for every keyword, and random constants where asked."""
+
+    def draw() -> list[Case]:
+        rng = random.Random(seed)
+        shapes = [catalog.model(name) for name in models] + [_random_shape(rng) for _ in range(random_shapes)]
+        rows = [(shape, *([Constants(**_random_rates(rng))] if constants else []), *map(rng.choice, choices.values())) for shape in shapes]
+        return _cases(rows, tuple(choices))
+
+    return draw
+
+
+def _kv_cases() -> list[Case]:
+    """Named models with equal, grouped and explicit head sizes, then random shapes, in several cache formats."""
+    rng = random.Random(1)
+    named = {"gpt2": 2, "smollm2-135m": 4, "llama-2-7b": 2, "llama-3.1-8b": 2, "qwen3-4b": 1, "llama-3.1-70b": 0.5625}
+    shapes = [(catalog.model(name), size) for name, size in named.items()]
+    return _cases(shapes + [(_random_shape(rng), rng.choice((4, 2, 1))) for _ in range(6)], ["dtype_bytes"])
+
+
+_NAMED_STEPS = (  # model, machine, context, batch, bytes per value of weights, of K and V; what bounds it
+    ("gpt2", "cores", 1024, 1, 4, 4),  # weights
+    ("smollm2-135m", "cores", 8000, 1, 4, 2),  # weights and KV reads alike
+    ("smollm2-135m", "cores", 100, 64, 4, 4),  # arithmetic
+    ("llama-3.1-70b", "cores", 2048, 1, 1, 1),  # attention by arithmetic: 8 query heads on each 1-byte KV head
+    ("llama-3.1-8b", "h200", 4096, 1, 2, 2),  # weights
+    ("llama-3.1-8b", "h200", 512, 512, 2, 2),  # arithmetic, beyond the ridge
+    ("qwen3-4b", "h200", 32768, 16, 0.5625, 1),  # KV reads
+)
+
+
+def _step_cases() -> list[Case]:
+    """Steps bound by weights, by KV reads and by arithmetic, with and without overhead, then random ones."""
+    rng = random.Random(2)
+    cores = Constants(weight_bytes_per_s=30e9, kv_bytes_per_s=11e9, flops_per_s=96e9, step_overhead_s=1e-3, layer_overhead_s=5e-5,
+                      per_row_s=2e-4)  # fmt: skip
+    machines = {"cores": cores, "h200": cost.floor_constants(catalog.hardware("h200-sxm"))}
+    rows = [(catalog.model(name), machines[machine], *step) for name, machine, *step in _NAMED_STEPS]
+    for _ in range(6):
+        step = (rng.randint(1, 8192), rng.choice((1, 4, 16, 64)), rng.choice((4, 2, 1)), rng.choice((4, 2, 1)))
+        rows.append((_random_shape(rng), Constants(**_random_rates(rng)), *step))
+    return _cases(rows, ("context", "batch", "weight_bytes_per_value", "kv_bytes_per_value"))
+
+
+def _pair_cases() -> list[Case]:
+    """Prefill, one decode step, a chunk in the middle; without a window, inside it, across its edge, beyond it."""
+    rng = random.Random(3)
+    rows = [(1024, 1024, 0), (9, 16, 0), (1, 1024, 0), (100, 8000, 0), (512, 512, 128), (1, 4096, 1024), (300, 1200, 1024)]
+    for _ in range(6):
+        context = rng.randint(2, 4096)
+        rows.append((rng.randint(2, context), context, rng.choice((0, 512, 1024))))
+    return _cases(rows, ("new_tokens", "context", "window"))
+
+
+def _pass_cases() -> list[Case]:
+    """A decode step, batched steps, a prefill, a chunk behind a cached prefix."""
+    rng = random.Random(4)
+    rows = [(catalog.model("gpt2"), 1, 1024, 1, 4), (catalog.model("smollm2-135m"), 512, 512, 1, 4),
+            (catalog.model("llama-3.1-8b"), 1, 4096, 64, 2), (catalog.model("llama-3.1-70b"), 256, 8192, 4, 1)]  # fmt: skip
+    for _ in range(8):
+        context = rng.randint(2, 8192)
+        rows.append((_random_shape(rng), rng.choice((1, context)), context, rng.choice((1, 4, 16)), rng.choice((4, 2, 1))))
+    return _cases(rows, ("new_tokens", "context", "batch", "dtype_bytes"))
+
+
+def _ridge_cases() -> list[Case]:
+    rng = random.Random(5)
+    return _cases([(shape, _random_card(rng)) for shape in (catalog.model("smollm2-135m"), *(_random_shape(rng) for _ in range(11)))])
+
+
+def _expert_cases() -> list[Case]:
+    named = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "deepseek-v3")
+    return _cases([(catalog.model(name), tokens) for name in named for tokens in (1, 8, 64)], ["tokens"])
+
+
+def _share_cases() -> list[Case]:
+    rows = [(share, speedup) for share in (0.0001, 0.05, 0.3, 0.5, 0.9, 0.999) for speedup in (2, 10)]
+    return [Case(f"share={share}, speedup={speedup}", (share,), {"speedup": speedup}) for share, speedup in rows]
+
+
+# --- mistakes that several exercises share ------------------------------------------------------------------------
+
+
+def _terms(config, constants, *, context=0, batch, weight_bytes_per_value=2, kv_bytes_per_value=2):
+    """Seconds of: reading the weights, their arithmetic, reading K and V, attention's arithmetic, overhead."""
+    weight_bytes = cost.weight_bytes_per_step(config, dtype_bytes=weight_bytes_per_value, batch=batch)
+    kv_bytes = batch * cost.kv_bytes(config, context=context, dtype_bytes=kv_bytes_per_value)
+    return (
+        weight_bytes / constants.weight_bytes_per_s,
+        cost.weight_flops(config, tokens=batch, logit_rows=batch) / constants.flops_per_s,
+        kv_bytes / constants.kv_bytes_per_s,
+        batch * cost.attention_flops(config, new_tokens=1, context=context) / constants.flops_per_s,
+        constants.overhead_s(config, batch=batch),
+    )
+
+
+def _step(rule: Callable[..., float], **fixed: int) -> Callable:
+    """A step time made of the terms by another rule: W weights, F their FLOPs, R reads, S scores, c overhead, n batch."""
+    return lambda config, constants, **k: rule(*_terms(config, constants, **fixed, **k), k["batch"])
+
+
+def _head_width(width: Callable[[ModelConfig], float]) -> Callable:
+    """KV bytes per token with another width than n_kv_heads * head_dim."""
+    return lambda config, *, dtype_bytes: 2 * config.n_layers * width(config) * dtype_bytes
+
+
+def _stored(config: ModelConfig, kv_bytes_per_value: float) -> float:
+    """KV bytes of one token of a full-attention model, unrounded."""
+    return config.n_layers * cost.kv_values_per_layer(config) * kv_bytes_per_value
+
+
+def _contexts(first: int, last: int) -> Callable:
+    """Decode seconds summed from context prompt + `first` up to, not with, prompt + output + `last`."""
+
+    def total(config, constants, *, prompt, output):
+        line = cost.growth(config, constants)
+        return sum(line(n) for n in range(prompt + first, prompt + output + last))
+
+    return total
+
+
+def _ratio(flops: Callable, moved: Callable) -> Callable:
+    """An intensity counted by other rules, given W and F (weight bytes and FLOPs), R and S (KV bytes, attention FLOPs of one sequence), n."""
+
+    def ratio(config, *, new_tokens, context, batch, dtype_bytes):
+        F = cost.weight_flops(config, tokens=batch * new_tokens, logit_rows=batch)
+        S = cost.attention_flops(config, new_tokens=new_tokens, context=context)
+        W = cost.weight_bytes_per_step(config, dtype_bytes=dtype_bytes, batch=batch * new_tokens)
+        return flops(F, S, batch) / moved(W, cost.kv_bytes(config, context=context, dtype_bytes=dtype_bytes), batch)
+
+    return ratio
+
+
+# --- the exercises ------------------------------------------------------------------------------------------------
+
+
+def _exercise(reference: Callable, marks: tuple[int, int, int], cases: Callable, statement: str, *mistakes: tuple[str, Callable],
+              behind: Callable | None = None) -> Exercise:  # fmt: skip
+    """marks: minutes, difficulty, importance."""
+    return Exercise(statement, reference, cases, tuple(Mistake(*mistake) for mistake in mistakes), *marks, behind or reference)
+
+
+# fmt: off
+_ALL = (
+    _exercise(cost.kv_bytes_per_token, (6, 2, 3), _kv_cases,
+        "Write `kv_bytes_per_token(config, *, dtype_bytes)`: the bytes of K and V that one more token adds to the cache, over all layers, for one "
+        "sequence. Mind which heads store anything.",
+        ("query heads do not store K and V; kv heads do", _head_width(lambda c: c.n_heads * c.head_dim)),
+        ("hidden is the width between layers; what is stored is n_kv_heads * head_dim wide", _head_width(lambda c: c.hidden)),
+        ("hidden / n_heads is not always the size of a head; the config gives head_dim", _head_width(lambda c: c.n_kv_heads * c.hidden / c.n_heads)),
+        ("half of it is missing: a token leaves a K and a V", _head_width(lambda c: c.kv_width / 2)),
+        ("that is one layer; each of n_layers keeps its own K and V", _head_width(lambda c: c.kv_width / c.n_layers)),
+        ("dtype_bytes is in bytes already; times 8 makes it bits", _head_width(lambda c: c.kv_width * 8))),
+    _exercise(cost.step_time, (10, 3, 3), _step_cases,
+        "Write `step_time(config, constants, *, context, batch, weight_bytes_per_value, kv_bytes_per_value)`: the seconds of one decode step. Both "
+        "maxima matter: what bounds the weights need not bound attention.",
+        ("the overhead is missing: a step pays c0 + c1*batch before it reads a byte", _step(lambda W, F, R, S, c, n: max(W, F) + max(R, S))),
+        ("c1 is paid once per row: overhead_s takes the batch", lambda m, c, **k: cost.step_time(m, c, **k) - (k["batch"] - 1) * c.per_row_s),
+        ("one step reads the weights once, whatever the batch", _step(lambda W, F, R, S, c, n: c + max(n * W, F) + max(R, S))),
+        ("each sequence of the batch reads its own K and V", _step(lambda W, F, R, S, c, n: c + max(W, F) + max(R, S) / n)),
+        ("arithmetic can be longer: a term is the maximum of bytes/bandwidth and flops/peak", _step(lambda W, F, R, S, c, n: c + W + R)),
+        ("one maximum is not enough: the weights and the cache each have their own", _step(lambda W, F, R, S, c, n: c + max(W + R, F + S))),
+        ("reads and arithmetic overlap: take the longer of the two, not their sum", _step(lambda *terms: sum(terms[:5]))),
+        ("a step looks up one embedding row per sequence; it does not read every parameter", lambda m, c, **k: _step(
+            lambda W, F, R, S, o, n: o + max(cost.parameters(m) * k["weight_bytes_per_value"] / c.weight_bytes_per_s, F) + max(R, S))(m, c, **k))),
+    _exercise(cost.weight_bytes_per_step, (8, 2, 3), _drawn(11, ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "qwen3-4b", "llama-3.2-1b"),
+                                                           dtype_bytes=(4, 2, 1), batch=(2, 16, 256)),
+        "Write `weight_bytes_per_step(config, *, dtype_bytes, batch)`: the weight bytes that one decode step of a dense Llama-shaped model must read. A "
+        "layer holds `cost.layer_parameters(config).total` values and the final norm `config.hidden`. What of the embedding, what of the output matrix?",
+        ("the output matrix multiplies every token, also where it is tied to the embedding", lambda m, *, dtype_bytes, batch: cost.weight_bytes_per_step(
+            m, dtype_bytes=dtype_bytes, batch=batch) - m.tied_embeddings * m.vocab_size * m.hidden * dtype_bytes),
+        ("the embedding is a table: a step looks up one row per sequence and leaves the rest where it is", lambda m, *, dtype_bytes, batch: dtype_bytes * (
+            cost.weight_bytes_per_step(m, dtype_bytes=1, batch=0) + m.vocab_size * m.hidden)),
+        ("that is what the model stores; an untied embedding is stored and not read", lambda m, *, dtype_bytes, batch: cost.parameters(m) * dtype_bytes),
+        ("one step reads the weights once for all its sequences", lambda m, *, dtype_bytes, batch: batch * cost.weight_bytes_per_step(m, dtype_bytes=dtype_bytes)),
+        ("each sequence looks up an embedding row of its own", lambda m, *, dtype_bytes, batch: cost.weight_bytes_per_step(m, dtype_bytes=dtype_bytes))),
+    _exercise(cost.kv_bytes, (6, 2, 2), _drawn(12, ("gpt2", "llama-3.1-8b", "mistral-7b", "gpt-oss-20b", "gpt-oss-120b", "gemma-2-9b", "gemma-3-4b",
+                                                   "gemma-3-27b", "gemma-3-12b"), random_shapes=3, context=(100, 3000, 30_000), dtype_bytes=(4, 2, 1)),
+        "Write `kv_bytes(config, *, context, dtype_bytes)`: the bytes of K and V that the next step of one sequence reads with `context` tokens in the "
+        "cache. Of `config.n_layers` layers, `config.windowed_layers` see at most the last `config.window` tokens. "
+        "`cost.kv_values_per_layer(config)` is what a token leaves in one layer.",
+        ("a layer with a window reads no more than its window", lambda m, *, context, dtype_bytes: context * _stored(m, dtype_bytes)),
+        ("only windowed_layers have the window; the others read every token", lambda m, *, context, dtype_bytes:
+            (min(context, m.window) if m.window else context) * _stored(m, dtype_bytes)),
+        ("a window is a limit: until it is full, a layer reads what is there", lambda m, *, context, dtype_bytes: cost.kv_bytes(
+            m, context=context, dtype_bytes=dtype_bytes) + m.windowed_layers * max(0, m.window - context) * cost.kv_values_per_layer(m) * dtype_bytes),
+        ("the layers with a window read too", lambda m, *, context, dtype_bytes:
+            (m.n_layers - m.windowed_layers) * context * cost.kv_values_per_layer(m) * dtype_bytes)),
+    _exercise(intercept_s, (8, 2, 3), _drawn(13, ("gpt2", "smollm2-135m", "llama-3.1-8b", "qwen3-4b"), constants=True, random_shapes=8,
+                                             batch=(1, 4, 64), weight_bytes_per_value=(4, 2, 0.5625)),
+        "Write `intercept_s(config, constants, *, batch, weight_bytes_per_value)`: a of t(n) = a + b·n, the seconds of a step that finds nothing in the "
+        "cache. Three things are in it that no cached token changes.",
+        ("the overhead is missing: c0 + c1*batch is paid at any length", _step(lambda W, F, R, S, c, n: max(W, F))),
+        ("one step reads the weights once, whatever the batch", _step(lambda W, F, R, S, c, n: c + max(n * W, F))),
+        ("beyond the ridge the arithmetic of the weights is longer than reading them", _step(lambda W, F, R, S, c, n: c + W)),
+        ("reads and arithmetic overlap: take the longer of the two, not their sum", _step(lambda W, F, R, S, c, n: c + W + F)),
+        ("weights are read at weight_bytes_per_s; kv_bytes_per_s is for the cache", lambda m, c, **k: intercept_s(m, replace(c, weight_bytes_per_s=c.kv_bytes_per_s), **k)), behind=cost.step_time),
+    _exercise(slope_s_per_token, (8, 2, 3), _drawn(14, ("gpt2", "smollm2-135m", "llama-3.1-8b", "llama-3.1-70b"), constants=True, random_shapes=8,
+                                                   batch=(1, 4, 64), kv_bytes_per_value=(4, 2, 0.5)),
+        "Write `slope_s_per_token(config, constants, *, batch, kv_bytes_per_value)`: b of t(n) = a + b·n, the seconds that one more cached token in each "
+        "sequence adds to a step. No weight is in it.",
+        ("each sequence of the batch has a cache of its own: b grows with the batch", _step(lambda W, F, R, S, c, n: max(R, S) / n, context=1)),
+        ("attention's arithmetic can be longer than its reads: b has a maximum too", _step(lambda W, F, R, S, c, n: R, context=1)),
+        ("reads and arithmetic overlap: take the longer of the two, not their sum", _step(lambda W, F, R, S, c, n: R + S, context=1)),
+        ("K and V are read at kv_bytes_per_s, not at the rate of the weights", lambda m, c, **k: slope_s_per_token(m, replace(c, kv_bytes_per_s=c.weight_bytes_per_s), **k)),
+        ("a token costs its K and V, not a share of the weights", _step(lambda W, F, R, S, c, n: W, context=1)), behind=cost.step_time),
+    _exercise(cost.crossover_tokens, (6, 2, 3), _drawn(15, ("gpt2", "smollm2-135m", "llama-2-7b", "llama-3.1-8b", "qwen3-4b"), batch=(1, 4, 64),
+                                                       weight_bytes_per_value=(4, 2, 0.5625), kv_bytes_per_value=(4, 2, 1)),
+        "Write `crossover_tokens(config, *, batch, weight_bytes_per_value, kv_bytes_per_value)`: the context at which a step reads as many bytes of K and "
+        "V as of weights, for a model without windows. With sixteen sequences, is it later or sooner?",
+        ("every sequence reads its own cache: with a batch the crossover comes sooner", lambda m, **k: k["batch"] * cost.crossover_tokens(m, **k)),
+        ("K and V have a format of their own: kv_bytes_per_value", lambda m, **k: cost.crossover_tokens(m, **{**k, "kv_bytes_per_value": k["weight_bytes_per_value"]})),
+        ("that is the cache of one layer; every layer keeps K and V", lambda m, **k: m.n_layers * cost.crossover_tokens(m, **k)),
+        ("query heads do not store K and V; kv heads do", lambda m, **k: m.n_kv_heads / m.n_heads * cost.crossover_tokens(m, **k))),
+    _exercise(cost.visible_pairs, (7, 2, 2), _pair_cases,
+        "Write `visible_pairs(*, new_tokens, context, window)`: how many (query, key) pairs attention computes when the last `new_tokens` of `context` "
+        "tokens are the queries. A token sees itself and those before it; with a window other than 0, at most `window` tokens, itself included.",
+        ("half of a prompt's square is hidden: a token does not see those after it", lambda *, new_tokens, context, window: new_tokens * context),
+        ("the tokens in front of the queries are seen too", lambda *, new_tokens, context, window: new_tokens * (new_tokens + 1) / 2),
+        ("a half holds for a prompt with nothing in front of it; one decode step sees all its context", lambda *, new_tokens, context, window: new_tokens * context / 2),
+        ("a token sees itself too", lambda **k: cost.visible_pairs(**k) - k["new_tokens"]),
+        ("a query sees at most `window` keys", lambda **k: cost.visible_pairs(**{**k, "window": 0})),
+        ("the window fills one token at a time: the first queries may see fewer", lambda **k: k["new_tokens"] * (min(k["window"], k["context"]) or k["context"]))),
+    _exercise(decode_s, (9, 3, 3), _drawn(17, ("gpt2", "smollm2-135m", "llama-3.1-8b"), constants=True, random_shapes=7, prompt=(20, 100, 500), output=(50, 300, 1000)),
+        "Write `decode_s(config, constants, *, prompt, output)`: the seconds of all decode steps of one request, weights and cache at 2 bytes per value. "
+        "The first of `output` tokens comes from prefill. A loop over t(n) will do; `cost.visible_pairs` does it without one.",
+        ("the first token comes from prefill: output - 1 steps are left", _contexts(1, 1)),
+        ("the first step reads prompt + 1 tokens: it writes its own K and V first", _contexts(0, 0)),
+        ("each step reads one token more than the one before: sum t(n)", lambda m, c, *, prompt, output: (output - 1) * cost.growth(m, c)(prompt + 1)),
+        ("not every step is as long as the last", lambda m, c, *, prompt, output: (output - 1) * cost.growth(m, c)(prompt + output - 1)),
+        ("the prompt stays in the cache and every step reads it", lambda m, c, *, prompt, output: sum(
+            map(cost.growth(m, c), range(1, output)))), behind=cost.request_time),
+    _exercise(planning.amdahl, (4, 1, 3), _share_cases,
+        "Write `amdahl(share, *, speedup)`: how many times faster the whole gets when the part that takes `share` of the time becomes `speedup` times faster.",
+        ("that is the share of the time that is left; how many times faster is one over it", lambda share, *, speedup: 1 - share + share / speedup),
+        ("that part still takes share / speedup; only a free one takes nothing", lambda share, *, speedup: 1 / (1 - share)),
+        ("it is `share` that gets faster, and the rest that stays", lambda share, *, speedup: 1 / (share + (1 - share) / speedup)),
+        ("times add up, speeds do not", lambda share, *, speedup: 1 - share + share * speedup)),
+    _exercise(cost.weight_flops, (6, 2, 3), _drawn(21, ("gpt2", "smollm2-135m", "llama-3.1-8b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"),
+                                                   tokens=(16, 512, 2048), logit_rows=(1, 4, 16)),
+        "Write `weight_flops(config, *, tokens, logit_rows)`: the FLOP of every product with a weight matrix when a pass takes `tokens` tokens and makes "
+        "`logit_rows` rows of logits. `cost.active_matrix_parameters(config)` counts the matrix values that one token meets inside the layers.",
+        ("a multiply and an add are 2 FLOP", lambda m, **k: cost.weight_flops(m, **k) / 2),
+        ("6 FLOP per weight is training; forward it is 2", lambda m, **k: 3 * cost.weight_flops(m, **k)),
+        ("the output matrix runs on logit_rows rows, not on every token", lambda m, *, tokens, logit_rows: cost.weight_flops(m, tokens=tokens, logit_rows=tokens)),
+        ("a token passes through its active experts, not through all", lambda m, **k: cost.weight_flops(replace(m, moe_experts_active=m.moe_experts_total), **k)),
+        ("the embedding is looked up, not multiplied", lambda m, *, tokens, logit_rows: cost.weight_flops(m, tokens=tokens, logit_rows=tokens + logit_rows)),
+        ("the output matrix is missing", lambda m, *, tokens, logit_rows: cost.weight_flops(m, tokens=tokens, logit_rows=0))),
+    _exercise(cost.intensity, (8, 2, 3), _pass_cases,
+        "Write `intensity(config, *, new_tokens, context, batch, dtype_bytes)`: the FLOP per byte of one pass of `batch` sequences, each with `new_tokens` "
+        "queries against `context` tokens. It makes one row of logits per sequence; weights and cache have the same format.",
+        ("K and V are bytes of the pass too", _ratio(lambda F, S, n: F + n * S, lambda W, R, n: W)),
+        ("each sequence reads its own K and V", _ratio(lambda F, S, n: F + n * S, lambda W, R, n: W + R)),
+        ("one pass reads the weights once for all its sequences", _ratio(lambda F, S, n: F + n * S, lambda W, R, n: n * (W + R))),
+        ("attention is arithmetic too", _ratio(lambda F, S, n: F, lambda W, R, n: W + n * R)),
+        ("each sequence has its own attention", _ratio(lambda F, S, n: F + S, lambda W, R, n: W + n * R)),
+        ("upside down: FLOP per byte", lambda m, **k: 1 / cost.intensity(m, **k))),
+    _exercise(experiments.ridge_batch, (8, 3, 3), _ridge_cases,
+        "Write `ridge_batch(config, card)`: the batch at which the arithmetic of the weights (`card.gemm_flops_per_s`) takes as long as reading them at the "
+        "read roof (`card.read_bytes_per_s`). Read what a step of one sequence reads; leave K and V out. `catalog.dtype_bytes(card.dtype)` is the format.",
+        ("that is the ridge in FLOP per byte; how many FLOP does a sequence bring, and how many bytes does a step read?", lambda m, card: card.ridge_flops_per_byte()),
+        ("the ridge is where the two roofs meet: the read roof, not BW_w", lambda m, card: experiments.ridge_batch(m, replace(card, read_bytes_per_s=card.matvec_bytes_per_s))),
+        ("those are values; each one is dtype_bytes(card.dtype) bytes", lambda m, card: experiments.ridge_batch(m, card) / catalog.dtype_bytes(card.dtype)),
+        ("a multiply and an add are 2 FLOP", lambda m, card: 2 * experiments.ridge_batch(m, card)),
+        ("upside down: the seconds of reading over the seconds of one sequence's arithmetic", lambda m, card: 1 / experiments.ridge_batch(m, card))),
+    _exercise(cost.expected_experts, (7, 2, 2), _expert_cases,
+        "Write `expected_experts(config, *, tokens)`: how many different routed experts of one layer `tokens` tokens touch, where each picks "
+        "`config.moe_experts_active` different ones of `config.moe_experts_total`, all equally likely.",
+        ("tokens pick the same expert by chance: k · tokens counts it twice", lambda m, *, tokens: min(m.moe_experts_total, tokens * m.moe_experts_active)),
+        ("that is one token; a batch touches more", lambda m, *, tokens: m.moe_experts_active),
+        ("a few tokens do not touch every expert", lambda m, *, tokens: m.moe_experts_total),
+        ("those are the experts that no token touched", lambda m, *, tokens: m.moe_experts_total - cost.expected_experts(m, tokens=tokens)),
+        ("one token's experts are all different: it misses an expert with probability 1 - k/E", lambda m, *, tokens: m.moe_experts_total * (
+            1 - (1 - 1 / m.moe_experts_total) ** (tokens * m.moe_experts_active)))),
+    _exercise(planning.sequences_that_fit, (8, 2, 3), _drawn(23, ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "qwen3-4b", "mixtral-8x7b", "qwen3-30b-a3b"),
+            memory_bytes=(141e9, 192e9), context=(1000, 8000, 32_000), weight_bytes_per_value=(2, 1), kv_bytes_per_value=(2, 1), reserved_fraction=(0.1, 0.2)),
+        "Write `sequences_that_fit(config, *, memory_bytes, context, weight_bytes_per_value, kv_bytes_per_value, reserved_fraction)`: how many sequences of "
+        "`context` tokens have room beside the weights when `reserved_fraction` of the memory is left free. `cost.parameters(config)` values are stored.",
+        ("the weights are in the same memory", lambda m, *, memory_bytes, context, weight_bytes_per_value, kv_bytes_per_value, reserved_fraction:
+            memory_bytes * (1 - reserved_fraction) // cost.kv_bytes(m, context=context, dtype_bytes=kv_bytes_per_value)),
+        ("all sequences share one copy of the weights", lambda m, *, memory_bytes, context, weight_bytes_per_value, kv_bytes_per_value, reserved_fraction: memory_bytes * (
+            1 - reserved_fraction) // (cost.parameters(m) * weight_bytes_per_value + cost.kv_bytes(m, context=context, dtype_bytes=kv_bytes_per_value))),
+        ("the reserve is a part of the whole memory, not of what the weights leave", lambda m, *, reserved_fraction, **k: planning.sequences_that_fit(m, **{
+            **k, "memory_bytes": k["memory_bytes"] - reserved_fraction * (k["memory_bytes"] - cost.parameters(m) * k["weight_bytes_per_value"]), "reserved_fraction": 0})),
+        ("every expert is stored, also those that a step does not touch", lambda m, **k: planning.sequences_that_fit(
+            replace(m, moe_experts_total=m.moe_experts_active), **k)),
+        ("a part of a sequence does not fit: round down", lambda m, **k: planning.sequences_that_fit(m, **k) + 1),
+        ("K and V have a format of their own: kv_bytes_per_value", lambda m, **k: planning.sequences_that_fit(m, **{**k, "kv_bytes_per_value": k["weight_bytes_per_value"]}))),
+    _exercise(planning.tensor_split_step, (9, 3, 2), _drawn(26, ("llama-3.1-8b", "llama-3.1-70b", "qwen3-4b", "smollm2-135m"), constants=True, random_shapes=8,
+            devices=(1, 2, 8), context=(1000, 8000), exchange_s=(5e-6, 2e-5), batch=(1, 16), weight_bytes_per_value=(2, 1), kv_bytes_per_value=(2, 1)),
+        "Write `tensor_split_step(config, constants, *, devices, context, exchange_s, batch, weight_bytes_per_value, kv_bytes_per_value)`: the seconds of a "
+        "step when every matrix and every cache is cut over `devices`. More than one of them exchange results twice in each layer, `exchange_s` each time; "
+        "`cost.step_time` gives the step of one, and `constants.overhead_s(config, batch=batch)` is what no device can share.",
+        ("the overhead is paid on every device at once and does not shrink", lambda m, c, **k: planning.tensor_split_step(m, c, **k) - (
+            1 - 1 / k["devices"]) * c.overhead_s(m, batch=k["batch"])),
+        ("each layer has two exchanges, one after attention and one after the MLP", lambda m, c, **k: planning.tensor_split_step(m, c, **{**k, "exchange_s": k["exchange_s"] / 2})),
+        ("the exchanges are missing", lambda m, c, **k: planning.tensor_split_step(m, c, **{**k, "exchange_s": 0})),
+        ("one device exchanges with nobody", lambda m, c, **k: planning.tensor_split_step(m, c, **k) + (k["devices"] == 1) * 2 * m.n_layers * k["exchange_s"]),
+        ("an exchange is one for all devices at once; its seconds count once", lambda m, c, **k: planning.tensor_split_step(m, c, **{
+            **k, "exchange_s": k["exchange_s"] * k["devices"]})),
+        ("that step is no shorter: every device reads only its part of the bytes", lambda m, c, *, devices, exchange_s, **k: cost.step_time(m, c, **k)
+            + (devices > 1) * 2 * m.n_layers * exchange_s)),
+    _exercise(answer_dollars, (7, 2, 3), _drawn(25, ("llama-3.1-8b", "qwen3-4b", "smollm2-135m"), constants=True, random_shapes=8, prompt=(100, 1000),
+            reasoning=(200, 1000, 5000), answer=(100, 300), batch=(1, 8, 32), dollars_per_hour=(0.5, 3)),
+        "Write `answer_dollars(config, constants, *, prompt, reasoning, answer, batch, dollars_per_hour)`: the dollars of one answer when the device costs "
+        "`dollars_per_hour` and `batch` such requests share it. The user sees `answer` tokens; `reasoning` tokens come before them and are hidden. "
+        "`cost.request_time(config, constants, catalog.Workload(prompt_tokens=…, output_tokens=…, batch=batch))` has `total_s`.",
+        ("hidden tokens take the same steps and cost the same", lambda m, c, **k: answer_dollars(m, c, **{**k, "reasoning": 0})),
+        ("the requests of a batch share the device and its price", lambda m, c, **k: k["batch"] * answer_dollars(m, c, **k)),
+        ("an hour has 3,600 seconds", lambda m, c, **k: 60 * answer_dollars(m, c, **k)),
+        ("a step with more sequences takes longer: time the whole batch", lambda m, c, **k: answer_dollars(m, c, **{**k, "batch": 1}) / k["batch"]),
+        ("prefill is on the bill too", lambda m, c, *, prompt, reasoning, answer, batch, dollars_per_hour: cost.request_time(m, c, Workload(
+            prompt_tokens=prompt, output_tokens=reasoning + answer, batch=batch)).decode_s * dollars_per_hour / 3600 / batch), behind=planning.answer_cost),
+)
+# fmt: on
+
+EXERCISES = {exercise.name: exercise for exercise in _ALL}
+"""Every exercise of the labs by name, in the order of the labs."""

@@ -1,0 +1,274 @@
+"""Sliders that answer at once: numbers in HTML, a picture redrawn as PNG. Callbacks compute costs, they never measure.
+
+Every explorer also prints its default numbers, so that a page without a kernel still says something.
+"""
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import ipywidgets
+
+from decodelab.arithmetic import catalog, cost, engines, planning, units
+from decodelab.arithmetic.catalog import ModelConfig, Workload
+from decodelab.arithmetic.cost import Constants
+from decodelab.arithmetic.records import Card
+from decodelab.teaching import plots
+
+STEPS_PER_DOUBLING = (1, 2, 5)
+
+
+class Explorer(ipywidgets.VBox):
+    """Sliders above a line of numbers and a picture. `answer(values)` returns the text and draws on `canvas.ax`.
+
+    The sliders move through lists of values with the arrow keys; each has its meaning in text beside it.
+    """
+
+    def __init__(self, controls: Sequence[tuple[str, str, Sequence, object]], answer: Callable[[dict], str], canvas: plots.Canvas):
+        self.answer, self.canvas = answer, canvas
+        self.sliders = {key: ipywidgets.SelectionSlider(options=list(options), value=start, continuous_update=True, layout=ipywidgets.Layout(width="24em"))
+                        for key, _, options, start in controls}  # fmt: skip
+        self.numbers, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", width="760px"))
+        rows = [ipywidgets.HBox([ipywidgets.HTML(f"<div style='width:15em'>{html.escape(meaning)}</div>"), self.sliders[key]])
+                for key, meaning, _, _ in controls]  # fmt: skip
+        self.update()
+        for slider in self.sliders.values():
+            slider.observe(self.update, names="value")
+        super().__init__([*rows, self.numbers, self.picture])
+
+    def update(self, _: object = None) -> None:
+        """Recomputes the numbers and the picture from the sliders."""
+        text = self.answer({key: slider.value for key, slider in self.sliders.items()})
+        self.numbers.value = "<b>" + html.escape(text).replace("\n", "<br>") + "</b>"
+        self.picture.value = self.canvas.png()
+        self.text = text
+
+    def show(self) -> "Explorer":
+        """Prints the numbers at the sliders' present values and returns the explorer, for a cell's last line."""
+        print(self.text)
+        return self
+
+
+def ladder(least: int, most: int) -> list[int]:
+    """Round values from `least` to `most`: 1, 2, 5 in every decade.
+
+    >>> ladder(5, 200)
+    [5, 10, 20, 50, 100, 200]
+    """
+    return [step * 10**power for power in range(13) for step in STEPS_PER_DOUBLING if least <= step * 10**power <= most]
+
+
+def request_explorer(config: ModelConfig, constants: Constants, *, bytes_per_value: float = 2, prompt: int = 100, output: int = 10_000) -> Explorer:
+    """A request of any shape: its time by phase, as it is, with prefill twice as fast, and with prefill free."""
+    canvas = plots.Canvas()
+
+    def answer(values: dict) -> str:
+        work = Workload(prompt_tokens=values["prompt"], output_tokens=values["output"], weight_bytes_per_value=bytes_per_value, kv_bytes_per_value=bytes_per_value)
+        if work.slots > config.max_context:
+            canvas.say(f"{work.slots:,} tokens do not fit in the {config.max_context:,} positions of {config.name}")
+            return f"{work.slots:,} tokens: more than the {config.max_context:,} positions of {config.name}. Shorten the prompt or the output."
+        estimate = cost.request_time(config, constants, work)
+        bars = [("as it is", estimate.ttft_s, estimate.decode_s), ("prefill twice as fast", estimate.ttft_s / 2, estimate.decode_s),
+                ("prefill free", 0.0, estimate.decode_s)]  # fmt: skip
+        plots.phases(bars, ax=canvas.clear(), title=f"{config.name}: {work.prompt_tokens:,} tokens in, {work.output_tokens:,} out")
+        return (f"{work.output_tokens / work.prompt_tokens:g}:1 · total {units.format_seconds(estimate.total_s)} · decode "
+                f"{units.format_percent(estimate.decode_share)} · a free prefill saves {units.format_percent(estimate.free_prefill_saves_fraction)}")  # fmt: skip
+
+    tokens = ladder(1, config.max_context)
+    nearest = [min(tokens, key=lambda n, start=start: abs(n - start)) for start in (prompt, output)]
+    controls = [("prompt", "prompt, tokens read", tokens, nearest[0]), ("output", "output, tokens written", tokens, nearest[1])]
+    return Explorer(controls, answer, canvas)
+
+
+# --- lessons 04 and 05 --------------------------------------------------------------------------------------------
+
+HERE = "this machine"
+MODELS = ("SmolLM2-135M", "Llama-3.2-1B", "Qwen3-4B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Llama-3.1-70B", "DeepSeek-V3")
+MACHINES = ("RTX 4090", "A100 80GB SXM", "H100 SXM", "H200 SXM", "MI300X", "B200")
+
+
+def _machine(config: ModelConfig, name: str, card: Card | None) -> tuple[Constants, Constants, float, float]:
+    """(prediction, floor, bytes per value, memory in bytes): the card's own, or an engine class on a datasheet, 16 bits."""
+    if name == HERE:
+        return card.constants(config), card.floor(), catalog.dtype_bytes(card.dtype), card.machine.memory_bytes
+    hardware = catalog.hardware(name)
+    return engines.engine_for(hardware).constants(hardware), cost.floor_constants(hardware), 2.0, hardware.memory_gb * 1e9
+
+
+def _room(config: ModelConfig, *, memory_bytes: float, context: int, value_bytes: float) -> tuple[int, str]:
+    """(sequences of `context` tokens that fit, why not even one if so)."""
+    if context > config.max_context:
+        return 0, f"{context:,} tokens do not fit in the {config.max_context:,} positions of {config.name}"
+    try:
+        most = planning.sequences_that_fit(config, memory_bytes=memory_bytes, context=context, weight_bytes_per_value=value_bytes, kv_bytes_per_value=value_bytes)
+    except planning.DoesNotFit as fault:
+        return 0, str(fault)
+    return most, "" if most else f"beside the weights of {config.name} not one sequence of {context:,} tokens fits"
+
+
+def plane_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", prompt: int = 100, output: int = 10_000) -> Explorer:
+    """Decode share over prompt and output, for a model on a machine, with one request on it and the output where the phases meet."""
+    canvas = plots.Canvas(size=(7.6, 4.2), margins=(0.13, 1.0, 0.14, 0.9))
+
+    def answer(values: dict) -> str:
+        config = catalog.model(values["model"])
+        constants, _, size, memory = _machine(config, values["hardware"], card)
+        work = Workload(prompt_tokens=values["prompt"], output_tokens=values["output"], weight_bytes_per_value=size, kv_bytes_per_value=size)
+        _, refusal = _room(config, memory_bytes=memory, context=work.slots, value_bytes=size)
+        if refusal:
+            canvas.say(refusal)
+            return f"{refusal}. Move a slider."
+        formats = {"weight_bytes_per_value": size, "kv_bytes_per_value": size}
+        tokens = [2**power for power in range(config.max_context.bit_length())]
+        shares = planning.decode_shares(config, constants, prompts=tokens, outputs=tokens, **formats)
+        plots.plane(shares, prompts=tokens, outputs=tokens, points=[("this request", work.prompt_tokens, work.output_tokens)], ax=canvas.clear(),
+                    title=f"{config.name} on {values['hardware']}")  # fmt: skip
+        meets = planning.balance_output(config, constants, prompt=work.prompt_tokens, **formats)
+        share = cost.request_time(config, constants, work).decode_share
+        return f"{work.prompt_tokens:,} in, {work.output_tokens:,} out: {units.format_percent(share)} decode · for this prompt the phases meet at {meets:,} tokens out"
+
+    tokens = ladder(1, 100_000)
+    controls = [("model", "model", MODELS, model), ("hardware", "machine", (*((HERE,) if card else ()), *MACHINES), hardware),
+                ("prompt", "prompt, tokens read", tokens, prompt), ("output", "output, tokens written", tokens, output)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
+
+
+def batch_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", context: int = 5000, batch: int = 64) -> Explorer:
+    """Latency against throughput as the batch grows, up to the largest that fits; floor and prediction."""
+    canvas = plots.Canvas(margins=(0.12, 0.97, 0.17, 0.9))
+
+    def answer(values: dict) -> str:
+        config, chosen, context = catalog.model(values["model"]), values["batch"], values["context"]
+        predicted, floor, size, memory = _machine(config, values["hardware"], card)
+        most, refusal = _room(config, memory_bytes=memory, context=context, value_bytes=size)
+        if refusal or chosen > most:
+            refusal = refusal or f"{chosen:,} sequences of {context:,} tokens do not fit on {values['hardware']}: at most {most:,} do"
+            canvas.say(refusal)
+            return f"{refusal}. Move a slider."
+        formats = {"context": context, "weight_bytes_per_value": size, "kv_bytes_per_value": size}
+        batches = [2**power for power in range(most.bit_length())]
+        curves = [[(n, cost.step_time(config, constants, batch=n, **formats)) for n in batches] for constants in (predicted, floor)]
+        step = cost.step_time(config, predicted, batch=chosen, **formats)
+        plots.frontier([("predicted, batch beside the dots", "-", curves[0]), ("floor", "--", curves[1])], chosen=(chosen, step), ax=canvas.clear(),
+                       title=f"{config.name} on {values['hardware']}, {context:,} tokens each")  # fmt: skip
+        ridge = planning.ridge_batch(config, floor, weight_bytes_per_value=size)
+        note = "" if config.moe_experts_total else f" · ridge at {ridge:,.0f}"
+        return (f"batch {chosen:,}: {units.format_seconds(step)} per token for each, {units.format_rate(chosen, step)} in all · at most {most:,} fit{note}")
+
+    controls = [("model", "model", MODELS, model), ("hardware", "machine", (*((HERE,) if card else ()), *MACHINES), hardware),
+                ("context", "context, tokens in each cache", ladder(100, 100_000), context), ("batch", "batch, sequences per step", [2**i for i in range(11)], batch)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
+
+
+# --- lessons 01 and 02 --------------------------------------------------------------------------------------------
+
+FORMATS = ("float32", "bfloat16", "fp8", "q8_0", "q4_0")
+KV_FORMATS = ("float32", "bfloat16", "fp8", "q4_0")
+
+
+def _roofs(config: ModelConfig, machine: str, dtype: str, card: Card | None) -> tuple[Constants, Constants, float] | str:
+    """(what the dots run at, the roofs, memory in bytes), or why there is no roofline for this machine and format."""
+    if machine == HERE:
+        if dtype != card.dtype:
+            return f"This machine's card was measured in {card.dtype}; for {dtype}, measure machine.card({dtype!r})"
+        return card.constants(config), card.floor(), card.machine.memory_bytes
+    hardware = catalog.hardware(machine)
+    floor = cost.floor_constants(hardware, dtype=dtype)
+    if hardware.flops_per_s(dtype) is None:
+        return f"No source gives a dense {dtype} peak for {hardware.name}"
+    return floor, floor, hardware.memory_gb * 1e9
+
+
+def _cannot_run(config: ModelConfig, *, memory_bytes: float, context: int, batch: int, weight_bytes: float, kv_bytes: float) -> str:
+    """Why `batch` sequences of `context` tokens cannot be held; "" where they can."""
+    if context > config.max_context:
+        return f"{context:,} tokens do not fit in the {config.max_context:,} positions of {config.name}"
+    try:
+        most = planning.sequences_that_fit(config, memory_bytes=memory_bytes, context=context, weight_bytes_per_value=weight_bytes,
+                                           kv_bytes_per_value=kv_bytes)  # fmt: skip
+    except planning.DoesNotFit as fault:
+        return str(fault)
+    return "" if most >= batch else f"beside the weights of {config.name}, {most:,} sequences of {context:,} tokens fit, not {batch:,}"
+
+
+def roofline_explorer(card: Card | None = None, *, model: str = "SmolLM2-135M", hardware: str | None = None, prompt: int = 100) -> Explorer:
+    """Two dots under the roofs of a machine: the prefill of a prompt, and the decode step after it."""
+    canvas = plots.Canvas(size=(7.6, 4.0), margins=(0.13, 0.94, 0.14, 0.91))
+
+    def answer(values: dict) -> str:
+        config, batch, tokens = catalog.model(values["model"]), values["batch"], values["prompt"]
+        size, found = catalog.dtype_bytes(values["dtype"]), _roofs(config, values["hardware"], values["dtype"], card)
+        refusal = found if isinstance(found, str) else _cannot_run(config, memory_bytes=found[2], context=tokens + 1, batch=batch, weight_bytes=size, kv_bytes=size)
+        if refusal:
+            canvas.say(refusal)
+            return f"{refusal}. Move a slider."
+        constants, floor, _ = found
+        formats = {"batch": batch, "weight_bytes_per_value": size, "kv_bytes_per_value": size}
+        pair = [cost.pass_work(config, new_tokens=new, context=context, **formats) for new, context in ((tokens, tokens), (1, tokens + 1))]
+        seconds = [cost.prefill_time(config, constants, Workload(prompt_tokens=tokens, output_tokens=1, **formats)),
+                   cost.step_time(config, constants, context=tokens + 1, **formats)]  # fmt: skip
+        points = [(name, one.intensity, one.flops / taken) for name, one, taken in zip(("prefill", "decode"), pair, seconds, strict=True)]
+        plots.roofs(floor, points=points, ax=canvas.clear(), title=f"{config.name} in {values['dtype']} on {values['hardware']}")
+        ridge = floor.flops_per_s / floor.weight_bytes_per_s
+        lines = [f"ridge {units.significant(ridge, 3)} FLOP/B"]
+        for (name, intensity, _), taken in zip(points, seconds, strict=True):
+            limit = "bytes" if intensity < ridge else "arithmetic"
+            lines.append(f"{name}: {units.significant(intensity, 3)} FLOP/B, limited by {limit}, {units.format_seconds(taken)}")
+        return "\n".join(lines)
+
+    machines = (*((HERE,) if card else ()), *MACHINES)
+    controls = [("model", "model", MODELS, model), ("hardware", "machine", machines, hardware or machines[0]),
+                ("dtype", "format of weights and KV", FORMATS, card.dtype if card and not hardware else "bfloat16"),
+                ("prompt", "prompt, tokens read", ladder(1, 100_000), prompt), ("batch", "batch, sequences per pass", [2**i for i in range(9)], 1)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
+
+
+def cache_explorer(config: ModelConfig, *, window: int = 1024, context: int = 8192) -> Explorer:
+    """How much one sequence's cache holds, for this shape with other KV heads, windows, KV formats and lengths."""
+    canvas = plots.Canvas(size=(7.6, 4.0), margins=(0.13, 0.94, 0.14, 0.91))
+    contexts = [2**power for power in range(7, config.max_context.bit_length())]
+
+    def answer(values: dict) -> str:
+        shape = replace(config, n_kv_heads=values["kv_heads"], windowed_layers=values["windowed"], window=window)
+        size, chosen, weights = catalog.dtype_bytes(values["dtype"]), values["context"], 2 * cost.parameters(shape)
+        curves = [[cost.kv_bytes(one, context=n, dtype_bytes=bytes_each) for n in contexts] for one, bytes_each in ((shape, size), (config, 2))]
+        held = cost.kv_bytes(shape, context=chosen, dtype_bytes=size)
+        title = f"{config.name} with {shape.n_kv_heads} KV heads and {shape.windowed_layers} of {shape.n_layers} layers windowed"
+        plots.cache_size([("this shape", curves[0]), (f"{config.name} as it is, bfloat16", curves[1])], contexts=contexts, weights=weights,
+                         chosen=(chosen, held), ax=canvas.clear(), title=title)  # fmt: skip
+        return (f"{units.format_bytes(cost.kv_bytes_per_token(shape, dtype_bytes=size))} for each new token (windows not yet full) · "
+                f"{units.format_capacity(held)} at {chosen:,} tokens, {units.format_percent(held / weights)} of the weights in bfloat16")  # fmt: skip
+
+    divisors = [count for count in range(1, config.n_heads + 1) if config.n_heads % count == 0]
+    windowed = [0, config.n_layers // 2, config.n_layers * 5 // 6, config.n_layers]
+    controls = [("kv_heads", f"KV heads, for {config.n_heads} query heads", divisors, config.n_kv_heads),
+                ("windowed", f"layers that keep {window:,} tokens", windowed, 0), ("dtype", "format of K and V", KV_FORMATS, "bfloat16"),
+                ("context", "context, tokens in cache", contexts, context)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
+
+
+def capacity_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", context: int = 8192) -> Explorer:
+    """How many sequences fit beside the weights: model, formats, machine, context."""
+    canvas = plots.Canvas(size=(7.6, 3.0), margins=(0.04, 0.97, 0.42, 0.88))
+    kept = 0.1
+
+    def answer(values: dict) -> str:
+        config, tokens = catalog.model(values["model"]), values["context"]
+        sizes = [catalog.dtype_bytes(values[key]) for key in ("weights", "kv")]
+        total = card.machine.memory_bytes if values["hardware"] == HERE else catalog.hardware(values["hardware"]).memory_gb * 1e9
+        refusal = _cannot_run(config, memory_bytes=total, context=tokens, batch=1, weight_bytes=sizes[0], kv_bytes=sizes[1])
+        if refusal:
+            canvas.say(refusal)
+            return f"{refusal}. Move a slider."
+        count = planning.sequences_that_fit(config, memory_bytes=total, context=tokens, weight_bytes_per_value=sizes[0], kv_bytes_per_value=sizes[1],
+                                            reserved_fraction=kept)  # fmt: skip
+        weights, each = cost.parameters(config) * sizes[0], cost.kv_bytes(config, context=tokens, dtype_bytes=sizes[1])
+        plots.memory(weights, each, count, total=total, reserved_fraction=kept, ax=canvas.clear(),
+                     title=f"{config.name} on {values['hardware']}: {count:,} sequences of {tokens:,} tokens")  # fmt: skip
+        return (f"{count:,} sequences of {tokens:,} tokens fit: each holds {units.format_capacity(each)} of K and V beside "
+                f"{units.format_capacity(weights)} of weights, and {units.format_percent(kept)} of the memory is left to the engine")  # fmt: skip
+
+    controls = [("model", "model", MODELS, model), ("hardware", "machine", (*((HERE,) if card else ()), *MACHINES), hardware),
+                ("weights", "format of the weights", FORMATS, "bfloat16"), ("kv", "format of K and V", KV_FORMATS, "bfloat16"),
+                ("context", "context, tokens in each cache", [2**power for power in range(7, 18)], context)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
