@@ -238,7 +238,8 @@ def pass_work(config: ModelConfig, *, new_tokens: int, context: int, batch: int 
     >>> pass_work(model("llama-3.1-8b"), new_tokens=1, context=1024)
     PassWork(flops=15546187776, bytes=15144075264)
     """
-    flops = weight_flops(config, tokens=batch * new_tokens, logit_rows=batch) + batch * attention_flops(config, new_tokens=new_tokens, context=context)
+    flops = weight_flops(config, tokens=batch * new_tokens, logit_rows=batch)
+    flops += batch * attention_flops(config, new_tokens=new_tokens, context=context)
     moved = weight_bytes_per_step(config, dtype_bytes=weight_bytes_per_value, batch=batch * new_tokens)
     return PassWork(flops=flops, bytes=moved + batch * kv_bytes(config, context=context, dtype_bytes=kv_bytes_per_value))
 
@@ -248,7 +249,8 @@ def intensity(config: ModelConfig, *, new_tokens: int, context: int, batch: int 
 
     Taught in: lessons/01.
     """
-    return pass_work(config, new_tokens=new_tokens, context=context, batch=batch, weight_bytes_per_value=dtype_bytes, kv_bytes_per_value=dtype_bytes).intensity
+    formats = {"weight_bytes_per_value": dtype_bytes, "kv_bytes_per_value": dtype_bytes}
+    return pass_work(config, new_tokens=new_tokens, context=context, batch=batch, **formats).intensity
 
 
 # --- seconds ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,13 @@ class DoesNotFit(ValueError):
     """Weights, or weights and one sequence, exceed the memory; the message names both sizes."""
 
 
+def _at_least_one(**values: float) -> None:
+    """Raises ValueError naming the first of `values` that is below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
 # --- capacity -----------------------------------------------------------------------------------------------------
 
 
@@ -32,6 +39,7 @@ def sequences_that_fit(config: ModelConfig, *, memory_bytes: float, context: int
     `reserved_fraction` is left to activations and the engine. Raises: DoesNotFit where not even the weights fit.
     Taught in: lessons/05.
     """
+    _at_least_one(context=context)
     weights = parameters(config) * weight_bytes_per_value
     room = memory_bytes * (1 - reserved_fraction) - weights
     if room < 0:
@@ -49,8 +57,9 @@ def tensor_split_step(config: ModelConfig, constants: Constants, *, devices: int
 
         overhead + (weights + KV) / devices + 2 * n_layers * exchange_s
 
-    Buys latency, until the exchanges eat it. Taught in: lessons/05.
+    Buys latency, until the exchanges eat it. Raises: ValueError for fewer than 1 device. Taught in: lessons/05.
     """
+    _at_least_one(devices=devices)
     wide = replace(constants, weight_bytes_per_s=constants.weight_bytes_per_s * devices, kv_bytes_per_s=constants.kv_bytes_per_s * devices,
                    flops_per_s=constants.flops_per_s * devices)  # fmt: skip
     step = step_time(
@@ -67,6 +76,7 @@ def layer_split_step(config: ModelConfig, constants: Constants, *, devices: int,
 
     Buys memory, and throughput if `devices` batches are in flight. Taught in: lessons/05.
     """
+    _at_least_one(devices=devices)
     formats = {"weight_bytes_per_value": weight_bytes_per_value, "kv_bytes_per_value": kv_bytes_per_value}
     return step_time(config, constants, context=context, batch=batch, **formats) + (devices - 1) * hop_s
 
@@ -112,6 +122,7 @@ def answer_cost(config: ModelConfig, constants: Constants, *, prompt: int, reaso
     dollars = total_s * devices * dollars_per_hour / 3600 / batch, joules = total_s * devices * watts / batch: the device
     is paid by time and drawn at `watts` throughout. Taught in: lessons/03.
     """
+    _at_least_one(answer=answer, devices=devices)
     work = Workload(prompt_tokens=prompt, output_tokens=reasoning + answer, batch=batch, weight_bytes_per_value=weight_bytes_per_value,
                     kv_bytes_per_value=kv_bytes_per_value)  # fmt: skip
     whole = request_time(config, constants, work)
@@ -152,6 +163,7 @@ def agent_turns(config: ModelConfig, constants: Constants, *, turns: int, first_
     With `reuse_prefix` the cache is kept and only new tokens are read; without it the whole history is read again.
     Taught in: lessons/03.
     """
+    _at_least_one(turns=turns)
     done, history = [], 0
     for turn in range(turns):
         new = first_prompt if turn == 0 else tool_tokens + 1  # the last written token was never read back
@@ -188,7 +200,7 @@ def ridge_batch(config: ModelConfig, constants: Constants, *, weight_bytes_per_v
     206
     """
     streaming = weight_bytes_per_step(config, dtype_bytes=weight_bytes_per_value) / constants.weight_bytes_per_s
-    return streaming / (weight_flops(config, tokens=1, logit_rows=1) / constants.flops_per_s)
+    return streaming * constants.flops_per_s / weight_flops(config, tokens=1, logit_rows=1)
 
 
 def balance_output(config: ModelConfig, constants: Constants, *, prompt: int, **formats: float) -> int:
@@ -205,7 +217,11 @@ def balance_output(config: ModelConfig, constants: Constants, *, prompt: int, **
     return bisect_left(range(1, enough + 1), True, key=decode_leads) + 1
 
 
-def decode_shares(config: ModelConfig, constants: Constants, *, prompts: Sequence[int], outputs: Sequence[int], **formats: float) -> list[list[float]]:
+def decode_shares(
+    config: ModelConfig, constants: Constants, *, prompts: Sequence[int], outputs: Sequence[int], **formats: float
+) -> list[list[float]]:
     """Decode share of a request for each output (rows) and prompt (columns); nan where the model has too few positions."""
     works = [[Workload(prompt_tokens=prompt, output_tokens=output, **formats) for prompt in prompts] for output in outputs]
-    return [[request_time(config, constants, work).decode_share if work.slots <= config.max_context else nan for work in row] for row in works]
+    return [
+        [request_time(config, constants, work).decode_share if work.slots <= config.max_context else nan for work in row] for row in works
+    ]
