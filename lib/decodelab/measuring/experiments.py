@@ -7,22 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decodelab.arithmetic import planning, units
+from decodelab.arithmetic import cost, planning, units
 from decodelab.arithmetic.catalog import ModelConfig, Workload
-from decodelab.arithmetic.cost import (
-    ATTENTION_CONVENTION,
-    PassWork,
-    kv_bytes,
-    pass_work,
-    prefill_time,
-    step_time,
-    weight_bytes_per_step,
-    weight_flops,
-)
-from decodelab.arithmetic.cost import growth as growth_line
 from decodelab.arithmetic.records import Card, Run, Summary, fit_line, html_table, summarise, utilisation
 from decodelab.decoder.cache import KVCache
 from decodelab.decoder.generate import decode_step, generate, prefill
@@ -104,21 +94,17 @@ def growth(config: ModelConfig, card: Card, *, contexts: Sequence[int] = (128, 1
         model = random_decoder(config, device=card.machine.device, dtype=card.dtype)
     warm_weights(model)
     cache = model.new_cache(max_len=contexts[-1], batch=batch)
-    taken = interleaved(step_calls(model, cache, contexts), rounds=rounds, budget_s=machine.budget(budget_s), device=card.machine.device, warmup=2)
+    taken = interleaved(
+        step_calls(model, cache, contexts), rounds=rounds, budget_s=machine.budget(budget_s), device=card.machine.device, warmup=2
+    )
     steps = tuple(summarise(seconds) for seconds in taken)
     line = fit_line(contexts, [step.median_s for step in steps])
     formats = {"batch": batch, "weight_bytes_per_value": model.dtype.itemsize, "kv_bytes_per_value": model.dtype.itemsize}
-    floor, predicted = growth_line(config, card.floor(), **formats), growth_line(config, card.constants(config), **formats)
+    floor, predicted = cost.growth(config, card.floor(), **formats), cost.growth(config, card.constants(config), **formats)
     return GrowthResult(model=config.name, card=card, batch=batch, contexts=contexts, steps=steps, r2=line.r2,
                         a_s=Compared(floor=floor.a_s, predicted=predicted.a_s, measured=line.intercept),
                         b_s_per_token=Compared(floor=floor.b_s_per_token, predicted=predicted.b_s_per_token, measured=line.slope),
-                        crossover_tokens=predicted_crossover(config, model, batch))  # fmt: skip
-
-
-def predicted_crossover(config: ModelConfig, model: Decoder, batch: int) -> float:
-    """n* in the dtype the model is really loaded in."""
-    size = model.dtype.itemsize
-    return weight_bytes_per_step(config, dtype_bytes=size, batch=batch) / (batch * kv_bytes(config, context=1, dtype_bytes=size))
+                        crossover_tokens=cost.crossover_tokens(config, **formats))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +119,7 @@ class SaturationPoint:
     n: int
     read_bytes_per_s: float
     flops_per_s: float
+    predicted_s: float  # from the card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,18 +157,23 @@ def ridge_batch(config: ModelConfig, card: Card) -> float:
     return planning.ridge_batch(config, card.floor(), weight_bytes_per_value=size)
 
 
-def _saturation_points(config: ModelConfig, card: Card, *, batches: Sequence[int], context: int, budget_s: float) -> list[SaturationPoint]:
-    model = random_decoder(config, device=card.machine.device, dtype=card.dtype)
+def _saturation_points(config: ModelConfig, card: Card, *, batches: Sequence[int], context: int, budget_s: float,
+                       model: Decoder | None = None) -> list[SaturationPoint]:  # fmt: skip
+    model = model or random_decoder(config, device=card.machine.device, dtype=card.dtype)
     size = model.dtype.itemsize
     calls = [step_calls(model, model.new_cache(max_len=context, batch=batch), [context])[0] for batch in batches]
     taken = interleaved(calls, rounds=40, budget_s=budget_s, device=card.machine.device, warmup=2)
     points = []
     for batch, seconds in zip(batches, taken, strict=True):
         step_s = median(seconds)
-        moved = weight_bytes_per_step(config, dtype_bytes=size, batch=batch) + batch * kv_bytes(config, context=context, dtype_bytes=size)
-        flops = weight_flops(config, tokens=batch, logit_rows=batch)
+        moved = cost.weight_bytes_per_step(config, dtype_bytes=size, batch=batch) + batch * cost.kv_bytes(
+            config, context=context, dtype_bytes=size
+        )
+        flops = cost.weight_flops(config, tokens=batch, logit_rows=batch)
+        formats = {"weight_bytes_per_value": size, "kv_bytes_per_value": size}
+        predicted_s = cost.step_time(config, card.constants(config), context=context, batch=batch, **formats)
         points.append(SaturationPoint(model=config.name, batch=batch, bytes_per_step=moved, flops_per_step=flops, step_s=step_s, n=len(seconds),
-                                      read_bytes_per_s=moved / step_s, flops_per_s=flops / step_s))  # fmt: skip
+                                      read_bytes_per_s=moved / step_s, flops_per_s=flops / step_s, predicted_s=predicted_s))  # fmt: skip
     return points
 
 
@@ -210,8 +202,8 @@ def lab_shape(card: Card, shapes: Sequence[ModelConfig], *, free_bytes: int) -> 
     """
     size = getattr(torch, card.dtype).itemsize
     most = min(0.4 * free_bytes, 2e9) if card.machine.device == "cpu" else 0.4 * free_bytes
-    for config in sorted(shapes, key=lambda shape: weight_bytes_per_step(shape, dtype_bytes=size)):
-        weights, constants = weight_bytes_per_step(config, dtype_bytes=size), card.constants(config)
+    for config in sorted(shapes, key=lambda shape: cost.weight_bytes_per_step(shape, dtype_bytes=size)):
+        weights, constants = cost.weight_bytes_per_step(config, dtype_bytes=size), card.constants(config)
         cached = 4 * (card.machine.last_level_cache_bytes or 32 * 2**20)
         if cached <= weights <= most and weights / constants.weight_bytes_per_s >= 10 * constants.overhead_s(config):
             return config
@@ -227,17 +219,13 @@ class TimedPass:
 
     new_tokens: int
     context: int
-    work: PassWork
+    work: cost.PassWork
     predicted_s: float
     taken: Summary
 
     @property
     def flops_per_s(self) -> float:
         return self.work.flops / self.taken.median_s
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.work.bytes / self.taken.median_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +247,11 @@ class PassesResult:
 
     def _repr_html_(self) -> str:
         head = ("new tokens of context", "FLOPs", "bytes read", "FLOP/B", "predicted", "measured, median", "MFU", "MBU")
-        caption = f"{self.model}, {self.card.title()}. {self.note} MFU: {ATTENTION_CONVENTION}."
+        caption = f"{self.model}, {self.card.title()}. {self.note} MFU: {cost.ATTENTION_CONVENTION}."
         return html_table(head, self.rows(), caption=caption)
 
     def __str__(self) -> str:
-        return "\n".join([" | ".join(row) for row in self.rows()] + [f"MFU: {ATTENTION_CONVENTION}.", self.note]).strip()
+        return "\n".join([" | ".join(row) for row in self.rows()] + [f"MFU: {cost.ATTENTION_CONVENTION}.", self.note]).strip()
 
     __repr__ = __str__
 
@@ -285,7 +273,7 @@ def passes(model: Decoder, card: Card, *, shapes: Sequence[tuple[int, int]], rou
     taken = interleaved(calls, rounds=rounds, budget_s=seconds, device=model.device, warmup=warmup)
     size = model.dtype.itemsize
     done = [TimedPass(new_tokens=new, context=context, predicted_s=predicted_s, taken=summarise(times),
-                      work=pass_work(config, new_tokens=new, context=context, weight_bytes_per_value=size, kv_bytes_per_value=size))
+                      work=cost.pass_work(config, new_tokens=new, context=context, weight_bytes_per_value=size, kv_bytes_per_value=size))
             for (new, context), predicted_s, times in zip(shapes, predicted, taken, strict=False)]  # fmt: skip
     roof = max(card.read_bytes_per_s, machine.read_bandwidth(device=card.machine.device, budget_s=seconds / 10))
     left_out = ", ".join(f"{new:,} of {context:,}" for new, context in shapes[fit:])
@@ -303,29 +291,18 @@ def _pass_seconds(config: ModelConfig, card: Card, new_tokens: int, context: int
     """The formula's time of a pass on this card."""
     size = getattr(torch, card.dtype).itemsize
     work = Workload(prompt_tokens=new_tokens, output_tokens=1, weight_bytes_per_value=size, kv_bytes_per_value=size)
-    return prefill_time(config, card.constants(config), work, cached=context - new_tokens)
+    return cost.prefill_time(config, card.constants(config), work, cached=context - new_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WithoutCache:
-    """`tokens` new tokens with a cache and without: each total computed, as the sum over a line through timed passes."""
+def summed_passes(result: PassesResult, *, tokens: int) -> tuple[float, float]:
+    """(seconds with the cache, without it) of `tokens` tokens one by one: computed between the timed passes, not measured.
 
-    tokens: int
-    cached_s: float
-    uncached_s: float
-
-
-def without_cache(result: PassesResult, *, tokens: int) -> WithoutCache:
-    """Sums the fitted lines over 1 ... `tokens`: decode steps of `result` against passes that read everything again.
-
-    Raises: ValueError where either kind was timed at fewer than two lengths.
+    Straight lines join the timed lengths; outside them the nearest holds. At one token the two kinds are the same pass.
     """
-    sums = {}
-    for cached in (True, False):
-        kept = [p for p in result.passes if (p.new_tokens < p.context) == cached]
-        line = fit_line([p.context for p in kept], [p.taken.median_s for p in kept])
-        sums[cached] = tokens * line.intercept + line.slope * tokens * (tokens + 1) / 2
-    return WithoutCache(tokens=tokens, cached_s=sums[True], uncached_s=sums[False])
+    timed = [{p.context: p.taken.median_s for p in result.passes if (p.new_tokens < p.context) == cached} for cached in (True, False)]
+    timed[1] = {1: timed[0][min(timed[0])], **timed[1]}
+    with_cache, without = (float(np.interp(range(1, tokens + 1), sorted(one), [one[n] for n in sorted(one)]).sum()) for one in timed)
+    return with_cache, without
 
 
 @dataclass
@@ -393,11 +370,17 @@ class Ledger:
     def written_bytes(self) -> int:
         return sum(entry.written_bytes for entry in self.entries.values())
 
+    def rows(self) -> list[tuple[str, ...]]:
+        """(line, tensor, shape, times, bytes read, bytes written) for each tensor, and the sum."""
+        used = [(f"{e.line}", e.tensor, f"{e.shape}", f"{e.times}", f"{e.read_bytes:,}", f"{e.written_bytes:,}")
+                for e in self.entries.values()]  # fmt: skip
+        return [*used, ("", "sum", "", "", f"{self.read_bytes:,}", f"{self.written_bytes:,}")]
+
+    def __repr__(self) -> str:
+        return "\n".join("{:>4}  {:<34}{:<16}{:>3}{:>14}{:>9}".format(*row) for row in self.rows())
+
     def _repr_html_(self) -> str:
-        rows = [(entry.line, entry.tensor, entry.shape, entry.times, f"{entry.read_bytes:,}", f"{entry.written_bytes:,}")
-                for entry in self.entries.values()]  # fmt: skip
-        total = ("", "sum", "", "", f"{self.read_bytes:,}", f"{self.written_bytes:,}")
-        return html_table(("line", "tensor", "shape", "times", "bytes read", "bytes written"), [*rows, total])
+        return html_table(("line", "tensor", "shape", "times", "bytes read", "bytes written"), self.rows())
 
 
 # --- lessons 04 and 05 --------------------------------------------------------------------------------------------
@@ -428,7 +411,7 @@ def prefill_sweep(model: Decoder, card: Card, *, lengths: Sequence[int] = (128, 
     for length in sorted(set(lengths)):
         pair = [Workload(prompt_tokens=tokens, output_tokens=1, batch=length // tokens, weight_bytes_per_value=size, kv_bytes_per_value=size)
                 for tokens in (length, part)]  # fmt: skip
-        predicted = [prefill_time(model.config, card.constants(model.config), work) for work in pair]
+        predicted = [cost.prefill_time(model.config, card.constants(model.config), work) for work in pair]
         spent += sum(predicted)
         if spent > budget_s and cases:
             break
@@ -437,7 +420,7 @@ def prefill_sweep(model: Decoder, card: Card, *, lengths: Sequence[int] = (128, 
     calls[0]()  # the warm-up: a long prefill is too dear to throw away
     taken = interleaved(calls, rounds=rounds, budget_s=budget_s / 2, device=card.machine.device, warmup=0)
     done = [Case(tokens=work.prompt_tokens, batch=work.batch, measured=summarise(seconds), predicted_s=predicted,
-                 floor_s=prefill_time(model.config, card.floor(), work)) for (work, predicted), seconds in zip(cases, taken, strict=True)]  # fmt: skip
+                 floor_s=cost.prefill_time(model.config, card.floor(), work)) for (work, predicted), seconds in zip(cases, taken, strict=True)]  # fmt: skip
     return done[::2], done[1::2]
 
 
@@ -453,12 +436,9 @@ def _prefill_call(model: Decoder, work: Workload) -> Callable[[], object]:
     return call
 
 
-def batch_sweep(model: Decoder, card: Card, *, batches: Sequence[int] = (1, 2, 4, 8, 16, 32), context: int = 128, rounds: int = MIN_STEPS,
-                budget_s: float = 15.0) -> list[Case]:  # fmt: skip
-    """A decode step at each batch, every sequence `context` tokens long, the new one included; interleaved."""
-    size, config = model.dtype.itemsize, model.config
-    formats = {"context": context, "weight_bytes_per_value": size, "kv_bytes_per_value": size}
-    calls = [step_calls(model, model.new_cache(max_len=context, batch=batch), [context])[0] for batch in batches]
-    taken = interleaved(calls, rounds=rounds, budget_s=machine.budget(budget_s), device=card.machine.device)
-    return [Case(tokens=context, batch=batch, measured=summarise(seconds), predicted_s=step_time(config, card.constants(config), batch=batch, **formats),
-                 floor_s=step_time(config, card.floor(), batch=batch, **formats)) for batch, seconds in zip(batches, taken, strict=True)]  # fmt: skip
+def batch_sweep(model: Decoder, card: Card, *, batches: Sequence[int] = (1, 2, 4, 8, 16, 32), context: int = 128,
+                budget_s: float = 15.0) -> SaturationResult:  # fmt: skip
+    """The second half of `saturation` on a given model: a decode step at each batch, `context` tokens in every row."""
+    points = _saturation_points(model.config, card, batches=batches, context=context, budget_s=machine.budget(budget_s), model=model)
+    ridge = ridge_batch(model.config, card)
+    return SaturationResult(card=card, points=tuple(points), roof_bytes_per_s=card.read_bytes_per_s, ridge_batch=ridge)
