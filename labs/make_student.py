@@ -21,21 +21,31 @@ def student_copy(source: Path) -> str:
     steps = [LockCells, ClearSolutions, ClearHiddenTests, ClearOutputPreprocessor]
     text, _ = NotebookExporter(preprocessors=steps).from_filename(str(source))
     notebook = nbformat.reads(text, as_version=4)
-    notebook.metadata.language_info = {"name": "python"}  # not the Python that happened to run the solution
+    notebook.metadata.language_info = {
+        "name": "python"
+    }  # not the Python that happened to run the solution
     return nbformat.writes(notebook, indent=1) + "\n"
 
 
 def sources(labs: Path = LABS) -> dict[Path, Path]:
     """Student lab -> its source, for every labs/solutions/NAME/NAME.ipynb."""
-    found = sorted(path for path in labs.glob("solutions/*/*.ipynb") if path.stem == path.parent.name)
+    found = sorted(
+        path for path in labs.glob("solutions/*/*.ipynb") if path.stem == path.parent.name
+    )
     return {labs / path.name: path for path in found}
 
 
 def stale(labs: Path = LABS) -> list[str]:
     """One line per student lab that is missing, differs from its source, or has no source."""
     wanted = sources(labs)
-    faults = [f"{lab.name}: {_fault(lab, source)}" for lab, source in wanted.items() if _fault(lab, source)]
-    return faults + [f"{lab.name}: no solution of that name" for lab in labs.glob("*.ipynb") if lab not in wanted]
+    faults = [
+        f"{lab.name}: {_fault(lab, source)}"
+        for lab, source in wanted.items()
+        if _fault(lab, source)
+    ]
+    return faults + [
+        f"{lab.name}: no solution of that name" for lab in labs.glob("*.ipynb") if lab not in wanted
+    ]
 
 
 def _fault(lab: Path, source: Path) -> str:
@@ -45,7 +55,9 @@ def _fault(lab: Path, source: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, say what is stale")
     if parser.parse_args(arguments).check:
         for fault in stale():

@@ -18,8 +18,8 @@ SOLUTIONS = ROOT / "labs" / "solutions"
 SELF_CHECK = "A self-check: your code and the checks share one kernel."
 
 AFRESH = """from importlib import import_module as _import, reload as _reload
-_reload(_import("decodelab.arithmetic.cost"))
-exercises = _reload(_import("decodelab.teaching.exercises"))
+for _name in ("arithmetic.cost", "arithmetic.planning", "measuring.experiments", "teaching.exercise_list", "teaching.exercises"):
+    exercises = _reload(_import(f"decodelab.{_name}"))
 """
 """Put before each check, so that the library's own is called whatever the notebook bound to these names."""
 
@@ -96,9 +96,7 @@ def _unfit(path: Path, *, trusted: bool) -> str:
 def _misplaced(path: Path, wanted: dict) -> list[str]:
     """One line per graded cell that the learner's copy lacks or holds more than once."""
     found = Counter(_grade_id(cell) for cell in nbformat.read(str(path), as_version=4).cells)
-    missing = [
-        f"{name}: this cell is missing; copy it back from labs/{path.name}" for name in wanted if not found[name]
-    ]
+    missing = [f"{name}: this cell is missing; copy it back from labs/{path.name}" for name in wanted if not found[name]]
     return missing + [f"{name}: this cell is there {found[name]} times; keep one" for name in wanted if found[name] > 1]
 
 

@@ -1,6 +1,6 @@
 """The notebook contract: student labs follow their sources, and `course.py check` grades what it should.
 
-The grading runs start real kernels, on copies of the lab cut down to its exercises, all in one pytest run.
+The grading runs start real kernels, on copies of the labs cut down to their exercises; three labs share a run.
 """
 
 import ast
@@ -17,14 +17,17 @@ from nbgrader.nbgraderformat import MetadataValidator
 
 from decodelab.teaching.exercises import EXERCISES
 from labs import make_student
-from test_exercises import mistake_source
+from test_exercises import learners
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = make_student.sources()
 LESSONS = sorted(ROOT.glob("lessons/*.ipynb"))
 NOTEBOOKS = [*LESSONS, *SOURCES, *SOURCES.values()]
 LAB = "00_your_machine.ipynb"
-SOLVED = ROOT / "labs" / "solutions" / "00_your_machine" / LAB
+MACHINE, GROWTH, SATURATION = (
+    ROOT / "labs" / f"{name}.ipynb" for name in ("00_your_machine", "03_token_cost_growth", "05_bandwidth_saturation")
+)
+SOLVED = SOURCES[MACHINE]
 
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.relative_to(ROOT).as_posix() for path in NOTEBOOKS])
 EACH_SOURCE = pytest.mark.parametrize("path", SOURCES.values(), ids=[path.name for path in SOURCES.values()])
@@ -56,9 +59,7 @@ def test_a_changed_source_makes_its_student_lab_stale(tmp_path):
     assert make_student.stale(tmp_path) == [f"{LAB}: missing"]
     (tmp_path / LAB).write_text(make_student.student_copy(source), encoding="utf-8")
     assert make_student.stale(tmp_path) == []
-    source.write_text(
-        source.read_text(encoding="utf-8").replace("# 00 · Your machine", "# 00 · My machine"), encoding="utf-8"
-    )
+    source.write_text(source.read_text(encoding="utf-8").replace("# 00 · Your machine", "# 00 · My machine"), encoding="utf-8")
     assert make_student.stale(tmp_path) == [f"{LAB}: stale"]
     source.unlink()
     assert make_student.stale(tmp_path) == [f"{LAB}: no solution of that name"]
@@ -91,15 +92,11 @@ def test_each_exercise_has_its_text_its_cell_and_its_check(path):
         assert check.metadata.tags == ["nbval-check-output"] and check.execution_count is not None
         assert "".join(o.text for o in check.outputs) == f"{name}: correct ({len(exercise.cases())} cases)\n"
         [function] = ast.parse(cells[name].source).body
-        assert set(inspect.signature(exercise.reference).parameters) == {
-            a.arg for a in function.args.args + function.args.kwonlyargs
-        }
+        assert set(inspect.signature(exercise.reference).parameters) == {a.arg for a in function.args.args + function.args.kwonlyargs}
 
 
 def test_every_exercise_is_in_a_lab():
-    found = [
-        mark(cell)["grade_id"] for path in SOURCES.values() for cell in read(path).cells if mark(cell).get("solution")
-    ]
+    found = [mark(cell)["grade_id"] for path in SOURCES.values() for cell in read(path).cells if mark(cell).get("solution")]
     assert sorted(found) == sorted(EXERCISES)
 
 
@@ -118,9 +115,7 @@ def test_a_notebook_opens_with_its_question_and_its_imports(path):
         names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
         assert {name.partition(".")[0] for name in names} <= ALLOWED
         if isinstance(node, ast.ImportFrom):
-            assert all(
-                (ROOT / "lib" / node.module.replace(".", "/") / f"{alias.name}.py").exists() for alias in node.names
-            )
+            assert all((ROOT / "lib" / node.module.replace(".", "/") / f"{alias.name}.py").exists() for alias in node.names)
 
 
 @EACH
@@ -134,9 +129,7 @@ def test_cells_are_short_and_plain(path):
         assert number == 0 or not any(isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(tree)), cell.id
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                assert len([x for x in ast.unparse(node).splitlines() if x.strip()]) <= 8, (
-                    f"{cell.id}: {node.name} is long"
-                )
+                assert len([x for x in ast.unparse(node).splitlines() if x.strip()]) <= 8, f"{cell.id}: {node.name} is long"
 
 
 # ---- grading -------------------------------------------------------------------------------------------------------
@@ -145,62 +138,66 @@ def test_cells_are_short_and_plain(path):
 def exercises_only(path: Path) -> nbformat.NotebookNode:
     """A lab without its measurements: the answers need no more than the cost model."""
     notebook = read(path)
-    imports = nbformat.v4.new_code_cell(
-        "from decodelab.arithmetic import cost\nfrom decodelab.teaching import exercises"
-    )
+    imports = nbformat.v4.new_code_cell("from decodelab.arithmetic import catalog, cost\nfrom decodelab.teaching import exercises")
     notebook.cells = [imports, *(cell for cell in notebook.cells if mark(cell))]
     return notebook
+
+
+def names_in(path: Path) -> list[str]:
+    """The exercises of a lab in their order."""
+    return [mark(cell)["grade_id"] for cell in read(path).cells if mark(cell).get("solution")]
 
 
 def cell_of(notebook: nbformat.NotebookNode, grade_id: str) -> nbformat.NotebookNode:
     return next(cell for cell in notebook.cells if mark(cell).get("grade_id") == grade_id)
 
 
-def mutant() -> nbformat.NotebookNode:
-    """Two wrong answers, as source in the learner's own cells."""
-    notebook = exercises_only(SOLVED)
-    for exercise in EXERCISES.values():
-        cell_of(notebook, exercise.name).source = mistake_source(exercise, exercise.mistakes[0])
+def mutant(path: Path) -> nbformat.NotebookNode:
+    """A wrong answer in each of the learner's cells."""
+    notebook = exercises_only(SOURCES[path])
+    notebook.cells[
+        0
+    ].source += (
+        f"\nfrom types import FunctionType\nfrom decodelab.teaching.exercise_list import EXERCISES\n\n\n{inspect.getsource(learners)}"
+    )
+    for name in names_in(path):
+        cell_of(notebook, name).source = f'{name} = learners(EXERCISES["{name}"].mistakes[0].wrong)'
     return notebook
 
 
 def tampered() -> nbformat.NotebookNode:
     """An untouched lab whose check cells, tags and imports were bent until they say "correct"."""
-    notebook = exercises_only(ROOT / "labs" / LAB)
+    notebook = exercises_only(MACHINE)
     notebook.cells[0].source += "\nexercises.check = lambda name, answer: print(f'{name}: correct (12 cases)')"
-    cell_of(
-        notebook, "check_kv_bytes_per_token"
-    ).source = "# NBVAL_SKIP\nprint('kv_bytes_per_token: correct (12 cases)')"
+    cell_of(notebook, "check_kv_bytes_per_token").source = "# NBVAL_SKIP\nprint('kv_bytes_per_token: correct (12 cases)')"
     cell_of(notebook, "check_step_time").metadata.tags = ["nbval-skip", "raises-exception"]
     return notebook
 
 
 def rebound() -> nbformat.NotebookNode:
-    """A right answer after the learner has bound the library's names to other things, an error, and a stray cell."""
-    notebook = exercises_only(SOLVED)
-    cell_of(notebook, "kv_bytes_per_token").source += "\nexercises, cost.kv_bytes_per_token = None, None"
-    cell_of(notebook, "step_time").source = "def step_time(*_, **__):\n    return cost.nothing"
+    """Right answers after the learner has bound the library's names to other things, an error, and a stray cell."""
+    notebook = exercises_only(SOURCES[GROWTH])
+    cell_of(notebook, "kv_bytes").source += "\n\n\nexercises, cost.kv_bytes = None, None"
+    cell_of(notebook, "amdahl").source = "def amdahl(*_, **__):\n    return cost.nothing"
     notebook.cells.append(nbformat.v4.new_code_cell("undefined"))
     return notebook
 
 
 def misplaced() -> nbformat.NotebookNode:
     """One check cell deleted, one doubled, one answer hidden in a text cell."""
-    notebook = exercises_only(SOLVED)
-    notebook.cells.remove(cell_of(notebook, "check_kv_bytes_per_token"))
-    notebook.cells.append(cell_of(notebook, "check_step_time").copy())
+    notebook = exercises_only(SOURCES[SATURATION])
+    notebook.cells.remove(cell_of(notebook, "check_weight_flops"))
+    notebook.cells.append(cell_of(notebook, "check_intensity").copy())
     notebook.cells[-1]["id"] = "again"
-    cell_of(notebook, "kv_bytes_per_token").update(cell_type="markdown")
+    cell_of(notebook, "weight_flops").update(cell_type="markdown")
     return notebook
 
 
 COPIES = {
-    "solved": lambda: exercises_only(SOLVED),
-    "untouched": lambda: exercises_only(ROOT / "labs" / LAB),
-    "mutant": mutant,
-    "tampered": tampered,
-    "rebound": rebound,
-    "misplaced": misplaced,
+    "solved": lambda: {path: exercises_only(SOURCES[path]) for path in SOURCES},
+    "untouched": lambda: {path: exercises_only(path) for path in SOURCES},
+    "mutant": lambda: {path: mutant(path) for path in SOURCES},
+    "bent": lambda: {MACHINE: tampered(), GROWTH: rebound(), SATURATION: misplaced()},
 }
 
 
@@ -233,55 +230,61 @@ def graded(folder: Path, *files: Path, trusted: bool = True) -> list[str]:
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[str, list[str]]:
-    """What grading said of each copy: the lines between its name and the next."""
+    """What grading said of each kind of copy, three labs in one run."""
     folder, said = tmp_path_factory.mktemp("graded"), {}
-    for name, make in COPIES.items():
-        (folder / name).mkdir()
-        nbformat.write(make(), folder / name / LAB)
-        said[name] = graded(folder, folder / name / LAB)
+    for kind, make in COPIES.items():
+        (folder / kind).mkdir()
+        files = [folder / kind / path.name for path in SOURCES]
+        for path, notebook in make().items():
+            nbformat.write(notebook, folder / kind / path.name)
+        said[kind] = graded(folder, *files)
     return said
 
 
-def of(lines: list[str]) -> list[str]:
-    """The verdicts among the lines."""
-    return [line.removeprefix(f"{LAB} - ") for line in lines if line.startswith(f"{LAB} - ")]
+def of(lines: list[str], path: Path) -> list[str]:
+    """The verdicts on one lab among the lines."""
+    return [line.removeprefix(f"{path.name} - ") for line in lines if line.startswith(f"{path.name} - ")]
 
 
-def test_every_solution_passes(verdicts):
-    assert of(verdicts["solved"]) == ["kv_bytes_per_token: correct (12 cases)", "step_time: correct (13 cases)"]
+EACH_LAB = pytest.mark.parametrize("path", SOURCES, ids=[path.stem for path in SOURCES])
+
+
+@EACH_LAB
+def test_every_solution_passes(verdicts, path):
+    assert of(verdicts["solved"], path) == [f"{name}: correct ({len(EXERCISES[name].cases())} cases)" for name in names_in(path)]
     assert verdicts["solved"][-1] == "exit 0"
 
 
-def test_every_untouched_copy_fails_exactly_on_its_exercises(verdicts):
-    assert of(verdicts["untouched"]) == ["kv_bytes_per_token: not attempted yet", "step_time: not attempted yet"]
+@EACH_LAB
+def test_every_untouched_copy_fails_exactly_on_its_exercises(verdicts, path):
+    assert of(verdicts["untouched"], path) == [f"{name}: not attempted yet" for name in names_in(path)]
     assert verdicts["untouched"][-1] == "exit 1"
 
 
-def test_b101_a_mutant_fails_with_its_own_hint(verdicts):
-    assert of(verdicts["mutant"]) == [f"{e.name}: {e.mistakes[0].hint}" for e in EXERCISES.values()]
+@EACH_LAB
+def test_b101_a_mutant_fails_with_its_own_hint(verdicts, path):
+    assert of(verdicts["mutant"], path) == [f"{name}: {EXERCISES[name].mistakes[0].hint}" for name in names_in(path)]
     assert verdicts["mutant"][-1] == "exit 1"
 
 
 def test_a_tampered_check_does_not_pass(verdicts):
-    assert of(verdicts["tampered"]) == ["kv_bytes_per_token: not attempted yet", "step_time: not attempted yet"]
+    assert of(verdicts["bent"], MACHINE) == ["kv_bytes_per_token: not attempted yet", "step_time: not attempted yet"]
 
 
 def test_names_bound_anew_do_not_count_and_other_errors_are_one_line(verdicts):
-    correct, error, undefined = of(verdicts["rebound"])
-    assert correct == "kv_bytes_per_token: correct (12 cases)"
-    assert error.startswith(
-        "step_time: AttributeError: module 'decodelab.arithmetic.cost' has no attribute 'nothing' (gpt2, "
-    )
-    assert undefined == "code cell 6: NameError: name 'undefined' is not defined"
+    *correct, error, undefined = of(verdicts["bent"], GROWTH)
+    assert correct == [f"{name}: correct ({len(EXERCISES[name].cases())} cases)" for name in names_in(GROWTH) if name != "amdahl"]
+    assert error.startswith("amdahl: AttributeError: module 'decodelab.arithmetic.cost' has no attribute 'nothing' (share=0.0001, ")
+    assert re.fullmatch(r"code cell \d+: NameError: name 'undefined' is not defined", undefined)
 
 
 def test_a_deleted_or_doubled_cell_is_named(verdicts):
-    assert of(verdicts["misplaced"])[-3:] == [
-        "kv_bytes_per_token: this cell is missing; copy it back from labs/00_your_machine.ipynb",
-        "check_kv_bytes_per_token: this cell is missing; copy it back from labs/00_your_machine.ipynb",
-        "check_step_time: this cell is there 2 times; keep one",
+    assert of(verdicts["bent"], SATURATION)[-3:] == [
+        "weight_flops: this cell is missing; copy it back from labs/05_bandwidth_saturation.ipynb",
+        "check_weight_flops: this cell is missing; copy it back from labs/05_bandwidth_saturation.ipynb",
+        "check_intensity: this cell is there 2 times; keep one",
     ]
-    assert verdicts["misplaced"][-1] == "exit 1"
+    assert verdicts["bent"][-1] == "exit 1"
 
 
 def test_grading_says_that_it_is_a_self_check(verdicts):
@@ -301,5 +304,5 @@ def test_files_that_cannot_be_graded_get_one_line_each(tmp_path):
 
 def test_a_strangers_file_is_not_run_without_trust(tmp_path):
     nbformat.write(exercises_only(SOLVED), tmp_path / LAB)
-    [line] = of(graded(tmp_path, tmp_path / LAB, trusted=False))
+    [line] = of(graded(tmp_path, tmp_path / LAB, trusted=False), MACHINE)
     assert "--i-trust-these" in line and "container" in line

@@ -336,7 +336,7 @@ def _shape(found: dict[str, Any], column: int, path: Path, *, gpt2: bool, tied: 
         sizes[ours] = value
     kind = "MHA" if sizes["n_kv_heads"] == sizes["n_heads"] else "MQA" if sizes["n_kv_heads"] == 1 else "GQA"
     try:
-        return ModelConfig(name=path.stem if path.suffix == ".gguf" else path.name, family="gpt2" if gpt2 else "llama", attention=kind,
+        return ModelConfig(name=re.sub(r"\.B?[QF]\d\w*$", "", path.stem) if path.suffix == ".gguf" else path.name, family="gpt2" if gpt2 else "llama", attention=kind,
                            tied_embeddings=tied, gated_mlp=not gpt2, qkv_bias=gpt2, attention_out_bias=gpt2, **sizes, **rope)  # fmt: skip
     except ValueError as error:
         raise LoadError(f"{path}: {error}") from None

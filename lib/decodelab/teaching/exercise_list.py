@@ -86,6 +86,11 @@ def decode_s(config: ModelConfig, constants: Constants, *, prompt: int, output: 
     return cost.request_time(config, constants, Workload(prompt_tokens=prompt, output_tokens=output)).decode_s
 
 
+def split_step_s(config: ModelConfig, constants: Constants, *, devices: int, context: int, exchange_s: float) -> float:
+    """Seconds of a step of one sequence with every matrix cut over `devices`."""
+    return planning.tensor_split_step(config, constants, devices=devices, context=context, exchange_s=exchange_s)
+
+
 def answer_dollars(config: ModelConfig, constants: Constants, *, prompt: int, reasoning: int, answer: int, batch: int,
                    dollars_per_hour: float) -> float:  # fmt: skip
     """Dollars of one answer whose reasoning is hidden, one of `batch` that share the device."""
@@ -100,18 +105,9 @@ def _random_shape(rng: random.Random) -> ModelConfig:
     """A decoder with grouped heads whose head_dim is seldom hidden / n_heads; its name tells the shape."""
     layers, hidden, head_dim = rng.randint(2, 40), 64 * rng.randint(4, 64), rng.choice((32, 64, 96, 128))
     kv_heads, group = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 3, 4))
-    return ModelConfig(
-        name=f"{layers} layers, hidden {hidden}, {group * kv_heads}/{kv_heads} heads of {head_dim}",
-        n_layers=layers,
-        hidden=hidden,
-        intermediate=4 * hidden,
-        n_heads=group * kv_heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=1000 * rng.randint(1, 150),
-        max_context=8192,
-        tied_embeddings=rng.random() < 0.5,
-    )
+    return ModelConfig(name=f"{layers} layers, hidden {hidden}, {group * kv_heads}/{kv_heads} heads of {head_dim}", n_layers=layers, hidden=hidden,
+                       intermediate=4 * hidden, n_heads=group * kv_heads, n_kv_heads=kv_heads, head_dim=head_dim,
+                       vocab_size=1000 * rng.randint(1, 150), max_context=8192, tied_embeddings=rng.random() < 0.5)  # fmt: skip
 
 
 def _random_rates(rng: random.Random) -> dict[str, float]:
@@ -153,10 +149,8 @@ def _drawn(seed: int, models: Sequence[str], *, constants: bool = False, random_
 
 def _kv_cases() -> list[Case]:
     """Named models with equal, grouped and explicit head sizes, then random shapes, in several cache formats."""
-    rng = random.Random(1)
     named = {"gpt2": 2, "smollm2-135m": 4, "llama-2-7b": 2, "llama-3.1-8b": 2, "qwen3-4b": 1, "llama-3.1-70b": 0.5625}
-    shapes = [(catalog.model(name), size) for name, size in named.items()]
-    return _cases(shapes + [(_random_shape(rng), rng.choice((4, 2, 1))) for _ in range(6)], ["dtype_bytes"])
+    return _cases([(catalog.model(name), size) for name, size in named.items()], ["dtype_bytes"]) + _drawn(1, (), dtype_bytes=(4, 2, 1))()
 
 
 _NAMED_STEPS = (  # model, machine, context, batch, bytes per value of weights, of K and V; what bounds it
@@ -173,8 +167,8 @@ _NAMED_STEPS = (  # model, machine, context, batch, bytes per value of weights, 
 def _step_cases() -> list[Case]:
     """Steps bound by weights, by KV reads and by arithmetic, with and without overhead, then random ones."""
     rng = random.Random(2)
-    cores = Constants(weight_bytes_per_s=30e9, kv_bytes_per_s=11e9, flops_per_s=96e9, step_overhead_s=1e-3, layer_overhead_s=5e-5,
-                      per_row_s=2e-4)  # fmt: skip
+    rates = {"weight_bytes_per_s": 30e9, "kv_bytes_per_s": 11e9, "flops_per_s": 96e9}
+    cores = Constants(**rates, step_overhead_s=1e-3, layer_overhead_s=5e-5, per_row_s=2e-4)
     machines = {"cores": cores, "h200": cost.floor_constants(catalog.hardware("h200-sxm"))}
     rows = [(catalog.model(name), machines[machine], *step) for name, machine, *step in _NAMED_STEPS]
     for _ in range(6):
@@ -204,21 +198,6 @@ def _pass_cases() -> list[Case]:
     return _cases(rows, ("new_tokens", "context", "batch", "dtype_bytes"))
 
 
-def _ridge_cases() -> list[Case]:
-    rng = random.Random(5)
-    return _cases([(shape, _random_card(rng)) for shape in (catalog.model("smollm2-135m"), *(_random_shape(rng) for _ in range(11)))])
-
-
-def _expert_cases() -> list[Case]:
-    named = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "deepseek-v3")
-    return _cases([(catalog.model(name), tokens) for name in named for tokens in (1, 8, 64)], ["tokens"])
-
-
-def _share_cases() -> list[Case]:
-    rows = [(share, speedup) for share in (0.0001, 0.05, 0.3, 0.5, 0.9, 0.999) for speedup in (2, 10)]
-    return [Case(f"share={share}, speedup={speedup}", (share,), {"speedup": speedup}) for share, speedup in rows]
-
-
 # --- mistakes that several exercises share ------------------------------------------------------------------------
 
 
@@ -226,13 +205,10 @@ def _terms(config, constants, *, context=0, batch, weight_bytes_per_value=2, kv_
     """Seconds of: reading the weights, their arithmetic, reading K and V, attention's arithmetic, overhead."""
     weight_bytes = cost.weight_bytes_per_step(config, dtype_bytes=weight_bytes_per_value, batch=batch)
     kv_bytes = batch * cost.kv_bytes(config, context=context, dtype_bytes=kv_bytes_per_value)
-    return (
-        weight_bytes / constants.weight_bytes_per_s,
-        cost.weight_flops(config, tokens=batch, logit_rows=batch) / constants.flops_per_s,
-        kv_bytes / constants.kv_bytes_per_s,
-        batch * cost.attention_flops(config, new_tokens=1, context=context) / constants.flops_per_s,
-        constants.overhead_s(config, batch=batch),
-    )
+    products = cost.weight_flops(config, tokens=batch, logit_rows=batch) / constants.flops_per_s
+    scores = batch * cost.attention_flops(config, new_tokens=1, context=context) / constants.flops_per_s
+    overhead = constants.overhead_s(config, batch=batch)
+    return weight_bytes / constants.weight_bytes_per_s, products, kv_bytes / constants.kv_bytes_per_s, scores, overhead
 
 
 def _step(rule: Callable[..., float], **fixed: int) -> Callable:
@@ -371,7 +347,8 @@ _ALL = (
         ("not every step is as long as the last", lambda m, c, *, prompt, output: (output - 1) * cost.growth(m, c)(prompt + output - 1)),
         ("the prompt stays in the cache and every step reads it", lambda m, c, *, prompt, output: sum(
             map(cost.growth(m, c), range(1, output)))), behind=cost.request_time),
-    _exercise(planning.amdahl, (4, 1, 3), _share_cases,
+    _exercise(planning.amdahl, (4, 1, 3), lambda: [Case(f"share={share}, speedup={speedup}", (share,), {"speedup": speedup})
+            for share in (0.0001, 0.05, 0.3, 0.5, 0.9, 0.999) for speedup in (2, 10)],
         "Write `amdahl(share, *, speedup)`: how many times faster the whole gets when the part that takes `share` of the time becomes `speedup` times faster.",
         ("that is the share of the time that is left; how many times faster is one over it", lambda share, *, speedup: 1 - share + share / speedup),
         ("that part still takes share / speedup; only a free one takes nothing", lambda share, *, speedup: 1 / (1 - share)),
@@ -396,7 +373,7 @@ _ALL = (
         ("attention is arithmetic too", _ratio(lambda F, S, n: F, lambda W, R, n: W + n * R)),
         ("each sequence has its own attention", _ratio(lambda F, S, n: F + S, lambda W, R, n: W + n * R)),
         ("upside down: FLOP per byte", lambda m, **k: 1 / cost.intensity(m, **k))),
-    _exercise(experiments.ridge_batch, (8, 3, 3), _ridge_cases,
+    _exercise(experiments.ridge_batch, (8, 3, 3), lambda: _cases([(one.arguments[0], _random_card(random.Random(i))) for i, one in enumerate(_kv_cases())]),
         "Write `ridge_batch(config, card)`: the batch at which the arithmetic of the weights (`card.gemm_flops_per_s`) takes as long as reading them at the "
         "read roof (`card.read_bytes_per_s`). Read what a step of one sequence reads; leave K and V out. `catalog.dtype_bytes(card.dtype)` is the format.",
         ("that is the ridge in FLOP per byte; how many FLOP does a sequence bring, and how many bytes does a step read?", lambda m, card: card.ridge_flops_per_byte()),
@@ -404,7 +381,8 @@ _ALL = (
         ("those are values; each one is dtype_bytes(card.dtype) bytes", lambda m, card: experiments.ridge_batch(m, card) / catalog.dtype_bytes(card.dtype)),
         ("a multiply and an add are 2 FLOP", lambda m, card: 2 * experiments.ridge_batch(m, card)),
         ("upside down: the seconds of reading over the seconds of one sequence's arithmetic", lambda m, card: 1 / experiments.ridge_batch(m, card))),
-    _exercise(cost.expected_experts, (7, 2, 2), _expert_cases,
+    _exercise(cost.expected_experts, (7, 2, 2), lambda: _cases([(catalog.model(name), tokens) for tokens in (1, 8, 64) for name in (
+            "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "deepseek-v3")], ["tokens"]),
         "Write `expected_experts(config, *, tokens)`: how many different routed experts of one layer `tokens` tokens touch, where each picks "
         "`config.moe_experts_active` different ones of `config.moe_experts_total`, all equally likely.",
         ("tokens pick the same expert by chance: k · tokens counts it twice", lambda m, *, tokens: min(m.moe_experts_total, tokens * m.moe_experts_active)),
@@ -427,20 +405,18 @@ _ALL = (
             replace(m, moe_experts_total=m.moe_experts_active), **k)),
         ("a part of a sequence does not fit: round down", lambda m, **k: planning.sequences_that_fit(m, **k) + 1),
         ("K and V have a format of their own: kv_bytes_per_value", lambda m, **k: planning.sequences_that_fit(m, **{**k, "kv_bytes_per_value": k["weight_bytes_per_value"]}))),
-    _exercise(planning.tensor_split_step, (9, 3, 2), _drawn(26, ("llama-3.1-8b", "llama-3.1-70b", "qwen3-4b", "smollm2-135m"), constants=True, random_shapes=8,
-            devices=(1, 2, 8), context=(1000, 8000), exchange_s=(5e-6, 2e-5), batch=(1, 16), weight_bytes_per_value=(2, 1), kv_bytes_per_value=(2, 1)),
-        "Write `tensor_split_step(config, constants, *, devices, context, exchange_s, batch, weight_bytes_per_value, kv_bytes_per_value)`: the seconds of a "
-        "step when every matrix and every cache is cut over `devices`. More than one of them exchange results twice in each layer, `exchange_s` each time; "
-        "`cost.step_time` gives the step of one, and `constants.overhead_s(config, batch=batch)` is what no device can share.",
-        ("the overhead is paid on every device at once and does not shrink", lambda m, c, **k: planning.tensor_split_step(m, c, **k) - (
-            1 - 1 / k["devices"]) * c.overhead_s(m, batch=k["batch"])),
-        ("each layer has two exchanges, one after attention and one after the MLP", lambda m, c, **k: planning.tensor_split_step(m, c, **{**k, "exchange_s": k["exchange_s"] / 2})),
-        ("the exchanges are missing", lambda m, c, **k: planning.tensor_split_step(m, c, **{**k, "exchange_s": 0})),
-        ("one device exchanges with nobody", lambda m, c, **k: planning.tensor_split_step(m, c, **k) + (k["devices"] == 1) * 2 * m.n_layers * k["exchange_s"]),
-        ("an exchange is one for all devices at once; its seconds count once", lambda m, c, **k: planning.tensor_split_step(m, c, **{
-            **k, "exchange_s": k["exchange_s"] * k["devices"]})),
-        ("that step is no shorter: every device reads only its part of the bytes", lambda m, c, *, devices, exchange_s, **k: cost.step_time(m, c, **k)
-            + (devices > 1) * 2 * m.n_layers * exchange_s)),
+    _exercise(split_step_s, (9, 3, 2), _drawn(26, ("llama-3.1-8b", "llama-3.1-70b", "qwen3-4b", "smollm2-135m"), constants=True, random_shapes=8,
+            devices=(1, 2, 8), context=(1000, 8000), exchange_s=(5e-6, 2e-5)),
+        "Write `split_step_s(config, constants, *, devices, context, exchange_s)`: the seconds of a step of one sequence when every matrix and the cache "
+        "are cut over `devices`. More than one of them exchange results twice in each layer, `exchange_s` each time; `cost.step_time(config, constants, "
+        "context=context)` is the step of one device, and `constants.overhead_s(config)` is what no device can share.",
+        ("the overhead is paid on every device at once and does not shrink", lambda m, c, **k: split_step_s(m, c, **k) - (1 - 1 / k["devices"]) * c.overhead_s(m)),
+        ("each layer has two exchanges, one after attention and one after the MLP", lambda m, c, **k: split_step_s(m, c, **{**k, "exchange_s": k["exchange_s"] / 2})),
+        ("the exchanges are missing", lambda m, c, **k: split_step_s(m, c, **{**k, "exchange_s": 0})),
+        ("one device exchanges with nobody", lambda m, c, **k: split_step_s(m, c, **k) + (k["devices"] == 1) * 2 * m.n_layers * k["exchange_s"]),
+        ("an exchange is one for all devices at once; its seconds count once", lambda m, c, **k: split_step_s(m, c, **{**k, "exchange_s": k["exchange_s"] * k["devices"]})),
+        ("that step is no shorter: every device reads only its part of the bytes", lambda m, c, *, devices, context, exchange_s:
+            cost.step_time(m, c, context=context) + (devices > 1) * 2 * m.n_layers * exchange_s), behind=planning.tensor_split_step),
     _exercise(answer_dollars, (7, 2, 3), _drawn(25, ("llama-3.1-8b", "qwen3-4b", "smollm2-135m"), constants=True, random_shapes=8, prompt=(100, 1000),
             reasoning=(200, 1000, 5000), answer=(100, 300), batch=(1, 8, 32), dollars_per_hour=(0.5, 3)),
         "Write `answer_dollars(config, constants, *, prompt, reasoning, answer, batch, dollars_per_hour)`: the dollars of one answer when the device costs "

@@ -28,32 +28,31 @@ SIZE = (8.0, 4.4)
 
 
 @cache
-def load_backend() -> None:
-    """Loads the notebook's backend before any style context, which would undo the interactive mode it sets on leaving."""
+def use_style() -> None:
+    """Sets the course's style for this kernel, once, and loads the notebook's backend first."""
     plt.switch_backend(plt.get_backend())
+    plt.style.use(["petroff10", STYLE])
 
 
 def axes(*, columns: int = 1, size: tuple[float, float] = SIZE) -> tuple[Figure, Any]:
     """A figure in the course's style and its axes: one, or an array of `columns`."""
-    load_backend()
-    with plt.style.context(["petroff10", STYLE]):
-        return plt.subplots(1, columns, figsize=size, layout="constrained")
+    use_style()
+    return plt.subplots(1, columns, figsize=size, layout="constrained")
 
 
 class Canvas:
     """A figure that a widget redraws: no pyplot, no layout search, so that a slider's picture is there at once."""
 
     def __init__(self, *, size: tuple[float, float] = (7.6, 3.4), margins: tuple[float, float, float, float] = (0.2, 0.97, 0.17, 0.88)):
-        with plt.style.context(["petroff10", STYLE]):
-            self.figure = Figure(figsize=size)
-            self.ax = self.figure.add_subplot()
+        use_style()
+        self.figure = Figure(figsize=size)
+        self.ax = self.figure.add_subplot()
         left, right, bottom, top = margins
         self.figure.subplots_adjust(left=left, right=right, bottom=bottom, top=top)
 
     def clear(self) -> Axes:
         """The axes, emptied."""
-        with plt.style.context(["petroff10", STYLE]):
-            self.ax.clear()
+        self.ax.clear()
         return self.ax
 
     def say(self, text: str) -> None:
@@ -69,7 +68,17 @@ class Canvas:
 
 def small_print(ax: Axes, text: str) -> None:
     """The machine, under the axes."""
-    ax.annotate(text, (0, 0), (0, -44), xycoords="axes fraction", textcoords="offset points", fontsize=8, color=FLOOR, va="top", annotation_clip=False)
+    ax.annotate(
+        text,
+        (0, 0),
+        (0, -44),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=8,
+        color=FLOOR,
+        va="top",
+        annotation_clip=False,
+    )
 
 
 def _step_axes(ax: Axes, title: str) -> None:
@@ -84,7 +93,13 @@ def growth(result: Any, *, ax: Axes, title: str = "") -> None:
     for name, style, color in (("predicted", "-", PREDICTED), ("floor", "--", FLOOR)):
         line = Growth(a_s=getattr(result.a_s, name), b_s_per_token=getattr(result.b_s_per_token, name))
         ax.plot(ends, [1e3 * line(n) for n in ends], style, color=color, label=name)
-    ax.plot(result.contexts, [1e3 * step.median_s for step in result.steps], "o", color=MEASURED, label=f"measured, median of {min(s.n for s in result.steps)}")
+    ax.plot(
+        result.contexts,
+        [1e3 * step.median_s for step in result.steps],
+        "o",
+        color=MEASURED,
+        label=f"measured, median of {min(s.n for s in result.steps)}",
+    )
     _step_axes(ax, title or f"Each token costs more than the last: {result.model}, batch {result.batch}")
     small_print(ax, result.card.title())
 
@@ -99,7 +114,9 @@ def timeline(run: Run, *, predicted: Growth, floor: Growth, ax: Axes, title: str
     ax.plot(contexts, [1e3 * floor(n) for n in contexts], "--", color=FLOOR, label="floor: read roof, no overhead")
     _step_axes(ax, title or f"{run.model}: {run.prompt_tokens} tokens in, {run.output_tokens} out, one at a time")
     ax.set_ylim(0, 1.25 * max(sorted(taken)[int(0.98 * (len(taken) - 1))], 1e3 * predicted(contexts[-1])))
-    small_print(ax, f"{run.machine.processor}, {run.machine.threads} threads, {run.dtype}, {run.path} path. Steps above the axis are not drawn.")
+    small_print(
+        ax, f"{run.machine.processor}, {run.machine.threads} threads, {run.dtype}, {run.path} path. Steps above the axis are not drawn."
+    )
 
 
 def running_median(values: Sequence[float], width: int = 31) -> list[float]:
@@ -121,14 +138,20 @@ def phases(rows: Sequence[tuple[str, float, float]], *, ax: Axes, title: str = "
     ax.set(title=title, xlabel="seconds (prefill + decode)")
     ax.set_xlim(0, 1.3 * max(p + d for p, d in zip(prefills, decodes, strict=True)))
     ax.invert_yaxis()
-    ax.legend(loc="lower right")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
 def roofline(card: Card, *, points: Sequence[tuple[str, float, float]] = (), ax: Axes, title: str = "This machine's roofline") -> None:
     """FLOP/s against FLOPs per byte: the two roofs of the card, and points (label, FLOPs per byte, FLOP/s)."""
     ridge = card.ridge_flops_per_byte()
     xs = [0.1, ridge, max([100 * ridge, *(1.5 * x for _, x, _ in points)])]
-    ax.loglog(xs, [min(x * card.read_bytes_per_s, card.gemm_flops_per_s) / 1e9 for x in xs], "--", color=FLOOR, label="roofs: memory, then arithmetic")
+    ax.loglog(
+        xs,
+        [min(x * card.read_bytes_per_s, card.gemm_flops_per_s) / 1e9 for x in xs],
+        "--",
+        color=FLOOR,
+        label="roofs: memory, then arithmetic",
+    )
     ax.axvline(ridge, color=FLOOR, linewidth=0.8, linestyle=":")
     ax.annotate(f"ridge\n{ridge:.1f} FLOP/B", (ridge, ax.get_ylim()[0]), (4, 6), textcoords="offset points", fontsize=9, color=FLOOR)
     for (label, x, y), color, marker in zip(points, (MEASURED, PREDICTED, OTHER, "#ffa90e", "#a96b59", "#b9ac70"), "osD^vP", strict=False):
@@ -136,24 +159,6 @@ def roofline(card: Card, *, points: Sequence[tuple[str, float, float]] = (), ax:
     ax.set(title=title, xlabel="arithmetic intensity (FLOPs per byte)", ylabel="GFLOP/s")
     ax.legend(loc="lower right", fontsize=9)
     small_print(ax, card.title())
-
-
-def saturation(result: Any, *, ax: Sequence[Axes]) -> None:
-    """Two panels of a SaturationResult: read bandwidth against bytes per step, and tokens/s against batch with the ridge."""
-    left, right = ax
-    single = [point for point in result.points if point.batch == 1]
-    largest = [point for point in result.points if point.model == single[-1].model]
-    left.semilogx([point.bytes_per_step / 1e6 for point in single], [point.read_bytes_per_s / 1e9 for point in single], "o", color=MEASURED, label="measured, batch 1")
-    left.axhline(result.roof_bytes_per_s / 1e9, linestyle="--", color=FLOOR, label="read roof")
-    left.axhline(result.card.matvec_bytes_per_s / 1e9, color=PREDICTED, label="BW_w on the card")
-    left.set(title="Bytes per step", xlabel="MB moved per step", ylabel="GB/s read")
-    right.loglog([point.batch for point in largest], [point.batch / point.step_s for point in largest], "o", color=MEASURED, label="measured")
-    right.axvline(result.ridge_batch, linestyle=":", color=FLOOR, label=f"ridge: batch {result.ridge_batch:.1f}")
-    right.set(title="Batch", xlabel="sequences per step", ylabel="tokens per second")
-    for panel in ax:
-        panel.set_ylim(bottom=0 if panel is left else None)
-        panel.legend(fontsize=9)
-    small_print(left, result.card.title())
 
 
 # --- lessons 03 to 05 ---------------------------------------------------------------------------------------------
@@ -172,8 +177,10 @@ def integral(line: Growth, *, prompt: int, output: int, ax: Axes, title: str = "
     ends, steps = (prompt + 1, prompt + output - 1), output - 1
     tops, base = [1e3 * line(n) for n in ends], 1e3 * line.a_s
     grown = steps * line.b_s_per_token * sum(ends) / 2
-    ax.fill_between(ends, (base, base), color=MEASURED, alpha=0.5, label=f"a: {units.format_seconds(line.a_s)} in each of {steps:,} steps = {units.format_seconds(steps * line.a_s)}")
-    ax.fill_between(ends, (base, base), tops, color=PREDICTED, alpha=0.7, label=f"b·n: the cache, in all steps together {units.format_seconds(grown)}")
+    constant = f"a: {units.format_seconds(line.a_s)} in each of {steps:,} steps = {units.format_seconds(steps * line.a_s)}"
+    growing = f"b·n: the cache, in all steps together {units.format_seconds(grown)}"
+    ax.fill_between(ends, (base, base), color=MEASURED, alpha=0.5, label=constant)
+    ax.fill_between(ends, (base, base), tops, color=PREDICTED, alpha=0.7, label=growing)
     ax.plot(ends, tops, color=PREDICTED)
     ax.set(title=title, xlabel="tokens in cache", ylabel="milliseconds per token", xlim=(0, ends[1]), ylim=(0, 1.35 * tops[1]))
     ax.legend(loc="upper left")
@@ -182,55 +189,53 @@ def integral(line: Growth, *, prompt: int, output: int, ax: Axes, title: str = "
 def ratios(laws: Sequence[LengthLaw], *, ax: Axes, title: str = "Output / input of real requests: 100:1 is a tail") -> None:
     """Each trace's ratio: p5 to p95 as a bar, the median a dot, the largest request a cross; 1:1 and 100:1 as lines."""
     for y, law in enumerate(laws):
-        ax.plot([law.quantiles["p5"], law.quantiles["p95"]], [y, y], color=FLOOR, linewidth=6, solid_capstyle="butt", alpha=0.5, label="p5 to p95" if not y else None)
+        middle = law.quantiles["p5"], law.quantiles["p95"]
+        ax.plot(middle, [y, y], color=FLOOR, linewidth=6, solid_capstyle="butt", alpha=0.5, label="p5 to p95" if not y else None)
         ax.plot(law.quantiles["p50"], y, "o", color=MEASURED, markersize=9, label="median" if not y else None)
         ax.plot(law.max, y, "x", color=OTHER, markersize=9, label="largest request" if not y else None)
     for ratio, style in ((1, ":"), (100, "--")):
         ax.axvline(ratio, color=PREDICTED, linestyle=style, label=f"{ratio}:1")
-    ax.set(title=title, xlabel="output tokens per input token", xscale="log", yticks=range(len(laws)), yticklabels=[law.trace for law in laws])
+    ax.set(title=title, xlabel="output tokens per input token", xscale="log")
+    ax.set_yticks(range(len(laws)), [law.trace for law in laws])
     ax.invert_yaxis()
     _plain_log(ax.xaxis)
     ax.legend(loc="upper center", bbox_to_anchor=(0.3, -0.22), ncols=5, fontsize=9)
 
 
-def turns(with_cache: Sequence[Turn], without: Sequence[Turn], *, ax: Axes, title: str = "An agent's turns: the history read again overtakes the writing") -> None:
+def turns(kept: Sequence[Turn], again: Sequence[Turn], *, ax: Axes, title: str = "History read again overtakes the writing") -> None:
     """Seconds of each turn: its decode, and its prefill with the cache kept and with the history read again."""
-    numbers = range(1, len(without) + 1)
-    ax.plot(numbers, [turn.decode_s for turn in without], color=MEASURED, linewidth=2.5, label="decode")
-    ax.plot(numbers, [turn.prefill_s for turn in without], color=OTHER, linewidth=2.5, label="prefill, history read again")
-    ax.plot(numbers, [turn.prefill_s for turn in with_cache], "--", color=OTHER, label="prefill, cache kept")
+    numbers = range(1, len(again) + 1)
+    ax.plot(numbers, [turn.decode_s for turn in again], color=MEASURED, linewidth=2.5, label="decode")
+    ax.plot(numbers, [turn.prefill_s for turn in again], color=OTHER, linewidth=2.5, label="prefill, history read again")
+    ax.plot(numbers, [turn.prefill_s for turn in kept], "--", color=OTHER, label="prefill, cache kept")
     ax.set(title=title, xlabel="turn", ylabel="seconds", ylim=(0, None))
     ax.legend()
 
 
-def compared(cases: Sequence[Any], *, by: str, ax: Axes, name: str = "", color: str = MEASURED, marker: str = "o", scale: str = "per pass") -> None:
-    """Cases of a sweep against "tokens" (of the whole pass) or "batch": measured dots, predicted line, floor dashed.
-
-    `scale`: "per pass" in seconds, or "rate" in sequences per second.
-    """
-    xs = [case.tokens * case.batch if by == "tokens" else case.batch for case in cases]
-    ys = [[seconds if scale == "per pass" else case.batch / seconds for case, seconds in zip(cases, series, strict=True)]
-          for series in ([c.measured.median_s for c in cases], [c.predicted_s for c in cases], [c.floor_s for c in cases])]  # fmt: skip
-    ax.plot(xs, ys[0], marker, color=color, markersize=8, label=f"measured{name}")
-    ax.plot(xs, ys[1], color=color if name else PREDICTED, label=f"predicted{name}")
-    ax.plot(xs, ys[2], "--", color=FLOOR, label=f"floor{name}", linewidth=1)
-    ax.set(xscale="log", yscale="log", xticks=xs, xlabel="tokens in the pass" if by == "tokens" else "sequences per step (batch)",
-           ylabel="seconds" if scale == "per pass" else "tokens per second, all sequences")  # fmt: skip
+def compared(cases: Sequence[Any], *, ax: Axes, name: str = "", color: str = MEASURED, marker: str = "o") -> None:
+    """Passes of a sweep against their tokens: measured dots, predicted line, floor dashed."""
+    xs = [case.tokens * case.batch for case in cases]
+    ax.loglog(xs, [1e3 * case.measured.median_s for case in cases], marker, color=color, markersize=8, label=f"measured{name}")
+    ax.loglog(xs, [1e3 * case.predicted_s for case in cases], color=color if name else PREDICTED, label=f"predicted{name}")
+    ax.loglog(xs, [1e3 * case.floor_s for case in cases], "--", color=FLOOR, linewidth=1, label=f"floor{name}")
+    ax.set(xlabel="tokens in the pass", ylabel="milliseconds per pass")
+    _plain_log(ax.yaxis, steps=(1, 2, 5))
     ax.set_xticks(xs, [f"{x:,}" for x in xs])
     ax.minorticks_off()
     ax.legend(fontsize=9)
 
 
-def held(runs: Sequence[tuple[str, Run]], *, token_bytes: int, ax: Axes, title: str = "KV bytes held: early and flat, or a late ramp") -> None:
+def held(runs: Sequence[tuple[str, Run]], *, token_bytes: int, ax: Axes, title: str = "KV held: early and flat, or a late ramp") -> None:
     """The cache of each request over its own time, from its start to its end."""
     for (label, run), color, style in zip(runs, (MEASURED, PREDICTED, OTHER), ("-", "--", ":"), strict=False):
         clock = [sum(step.seconds for step in run.steps[: i + 1]) for i in range(run.output_tokens)]
         held_mb = [step.context * token_bytes / 1e6 for step in run.steps]
-        ax.plot([0, clock[0], *clock], [0, 0, *held_mb], style, color=color, linewidth=2, label=label)
+        ax.plot([0, *clock], [held_mb[0], *held_mb], style, color=color, linewidth=2, label=label)
         ax.plot(clock[-1], held_mb[-1], "o", color=color)
     ax.set(title=title, xlabel="seconds since the request began", ylabel="MB of K and V", ylim=(0, None), xlim=(0, None))
     ax.legend()
-    small_print(ax, f"{runs[0][1].machine.processor}, {runs[0][1].machine.threads} threads, {runs[0][1].dtype}. The dot is where the request ended.")
+    first = runs[0][1]
+    small_print(ax, f"{first.machine.processor}, {first.machine.threads} threads, {first.dtype}. The dot is where the timing ended.")
 
 
 def plane(shares: Sequence[Sequence[float]], *, prompts: Sequence[int], outputs: Sequence[int], points: Sequence[tuple[str, float, float]] = (), ax: Axes,
@@ -242,11 +247,13 @@ def plane(shares: Sequence[Sequence[float]], *, prompts: Sequence[int], outputs:
         ax.contour(prompts, outputs, shares, levels=[0.5], colors="white", linewidths=2)
     for label, prompt, output in points:
         ax.plot(prompt, output, "o", color="white", markeredgecolor="black", markersize=8)
-        ax.annotate(label, (prompt, output), (7, 4), textcoords="offset points", fontsize=9, bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.5})
+        box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.5}
+        ax.annotate(label, (prompt, output), (7, 4), textcoords="offset points", fontsize=9, bbox=box)
     ax.set(title=title, xscale="log", yscale="log", xlabel="prompt, tokens read", ylabel="output, tokens written")
     _plain_log(ax.xaxis, ax.yaxis)
     if not getattr(ax, "decode_bar", None):
-        ax.decode_bar = ax.figure.colorbar(picture, ax=ax, label="decode share (line: one half; white: too long)", ticks=[0, 0.25, 0.5, 0.75, 1])
+        label = "decode share (line: one half; white: too long)"
+        ax.decode_bar = ax.figure.colorbar(picture, ax=ax, label=label, ticks=[0, 0.25, 0.5, 0.75, 1])
 
 
 def frontier(curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], *, chosen: tuple[int, float], ax: Axes, title: str) -> None:
@@ -261,11 +268,12 @@ def frontier(curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], *, 
     ax.legend(loc="lower right", fontsize=9)
 
 
-def published(result: Mapping, *, ax: Axes, title: str = "Predicted against published decode speed, each row left out of its own fit") -> None:
+def published(result: Mapping, *, ax: Axes, title: str = "Each published decode speed, predicted without itself") -> None:
     """Every row of `published.validate`, by hardware class, around the line of equality; a band of 20 % either way."""
     rows = result["predictions"]
     ends = (min(row["published_tokens_per_s"] for row in rows), max(row["published_tokens_per_s"] for row in rows))
-    for hw_class, color, marker in zip(sorted({row["hw_class"] for row in rows}), (OTHER, "#a96b59", MEASURED, "#ffa90e", PREDICTED, FLOOR), "^Dosvx", strict=False):
+    colors = (OTHER, "#a96b59", MEASURED, "#ffa90e", PREDICTED, FLOOR)
+    for hw_class, color, marker in zip(sorted({row["hw_class"] for row in rows}), colors, "^Dosvx", strict=False):
         of = [row for row in rows if row["hw_class"] == hw_class]
         ax.plot([row["published_tokens_per_s"] for row in of], [row["predicted_tokens_per_s"] for row in of], marker, color=color, markersize=5, alpha=0.7,
                 markerfacecolor="none", label=f"{hw_class}, {len(of)} rows")  # fmt: skip
@@ -281,7 +289,8 @@ def predictions(history: Sequence[Any], *, ax: Axes, title: str = "How far off: 
     scored = [outcome for outcome in history if outcome.error_fraction is not None]
     if not scored:
         ax.set_axis_off()
-        ax.text(0.5, 0.5, "No scored prediction yet. Enter a number in a Predict box before you run its result,\nthen run this cell again.", ha="center", va="center")
+        text = "No scored prediction yet. Enter a number in a Predict box before you run its result,\nthen run this cell again."
+        ax.text(0.5, 0.5, text, ha="center", va="center")
         return
     errors = [max(abs(outcome.error_fraction), 1e-3) for outcome in scored]
     ax.semilogy(range(1, len(scored) + 1), errors, "o", color=MEASURED, label="your error (0.1 % or less is drawn at 0.1 %)")
@@ -323,9 +332,9 @@ def _decades(ax: Axes, xs: Sequence[float], ys: Sequence[float], *, names: Seque
 def work(series: Sequence[tuple[str, Sequence[PassWork]]], *, ax: Sequence[Axes]) -> None:
     """Two panels, FLOPs and bytes, summed over the first n passes of each series (label, one PassWork per token)."""
     for panel, field, scale, name in zip(ax, ("flops", "bytes"), (1e12, 1e9), ("TFLOP", "GB read"), strict=True):
-        for (label, passes), color, style in zip(series, (PREDICTED, MEASURED), ("--", "-"), strict=True):
+        for (label, passes), color, style, width in zip(series, (PREDICTED, MEASURED), ("--", "-"), (4, 1.5), strict=True):
             total = list(accumulate(getattr(one, field) / scale for one in passes))
-            panel.plot(range(1, len(total) + 1), total, style, color=color, linewidth=2, label=f"{label}: {total[-1]:,.3g} {name}")
+            panel.plot(range(1, len(total) + 1), total, style, color=color, linewidth=width, label=f"{label}: {total[-1]:,.3g} {name}")
         panel.set(title=f"{name}, counted", xlabel="tokens in all", ylabel=f"{name}, sum over all passes", xlim=(0, None), ylim=(0, None))
         panel.legend(fontsize=9, loc="upper left")
 
@@ -342,13 +351,18 @@ def passes(result: Any, *, ax: Axes, title: str = "One pass: reading everything 
     small_print(ax, result.card.title())
 
 
-def bars(rows: Sequence[tuple[str, float]], *, ax: Axes, title: str, form: Callable[[float], str], xlabel: str) -> None:
-    """Horizontal bars of (label, value), each value in text behind its bar."""
+def bars(rows: Sequence[tuple[str, float]], *, ax: Axes, title: str, form: Callable[[float], str], xlabel: str,
+         marks: Sequence[tuple[str, float]] = ()) -> None:  # fmt: skip
+    """Horizontal bars of (label, value), each value in text behind its bar; `marks` are values to compare them with."""
     ax.barh([label for label, _ in rows], [value for _, value in rows], color=MEASURED)
     for y, (_, value) in enumerate(rows):
         ax.text(value, y, f" {form(value)}", va="center", fontsize=10)
-    ax.set(title=title, xlabel=xlabel, xlim=(0, 1.25 * max(value for _, value in rows)))
+    ax.set(title=title, xlabel=xlabel, xlim=(0, 1.25 * max(value for _, value in [*rows, *marks])))
     ax.invert_yaxis()
+    for (label, value), style in zip(marks, (":", "--"), strict=False):
+        ax.axvline(value, color=PREDICTED, linestyle=style, label=f"{label}: {form(value)}")
+    if marks:
+        ax.legend(fontsize=9, loc="center", bbox_to_anchor=(0.64, 0.5))
 
 
 def cache_size(curves: Sequence[tuple[str, Sequence[float]]], *, contexts: Sequence[int], weights: float, chosen: tuple[int, float], ax: Axes,
@@ -364,7 +378,7 @@ def cache_size(curves: Sequence[tuple[str, Sequence[float]]], *, contexts: Seque
     ax.legend(fontsize=9, loc="upper left")
 
 
-def memory(weights: float, each: float, count: int, *, total: float, reserved_fraction: float, ax: Axes, title: str) -> None:
+def memory(weights: float, each: float, count: int, *, total: float, reserved_fraction: float = 0.1, ax: Axes, title: str) -> None:
     """One bar of a memory: the weights, the K and V of `count` sequences, what is free, and what the engine keeps."""
     kept, start = total * reserved_fraction, 0.0
     parts = [("weights", weights, OTHER), (f"K and V of {count:,} sequences", count * each, MEASURED),
@@ -376,3 +390,42 @@ def memory(weights: float, each: float, count: int, *, total: float, reserved_fr
         ax.axvline((weights + number * each) / 2**30, 0.14, 0.86, color="white", linewidth=1)
     ax.set(title=title, xlabel="GiB of memory", yticks=[], xlim=(0, total / 2**30), ylim=(-0.55, 0.55))
     ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
+
+
+# --- lab 05: bandwidth reached, by bytes per step and by batch ----------------------------------------------------
+
+
+def step_bandwidth(result: Any, *, ax: Axes, title: str = "A step must be large before memory sets its time") -> None:
+    """Read bandwidth of the one-sequence steps of a SaturationResult against their bytes, the last-level cache shaded."""
+    single = [point for point in result.points if point.batch == 1]
+    sizes = [point.bytes_per_step / 1e6 for point in single]
+    if cached := result.card.machine.last_level_cache_bytes:
+        ax.axvspan(0.7 * sizes[0], cached / 1e6, color="#e8e8e8", label="in the last-level cache")
+    ax.semilogx(sizes, [p.bytes_per_step / p.predicted_s / 1e9 for p in single], color=PREDICTED, label="predicted")
+    ax.axhline(result.roof_bytes_per_s / 1e9, linestyle="--", color=FLOOR, label="read roof")
+    ax.plot(sizes, [point.read_bytes_per_s / 1e9 for point in single], "o", color=MEASURED, label="measured")
+    ax.set(title=title, xlabel="MB moved per step", ylabel="GB/s read", xlim=(0.7 * sizes[0], 1.4 * sizes[-1]))
+    ax.set_ylim(0, 1.4 * max([result.roof_bytes_per_s, *(point.read_bytes_per_s for point in single)]) / 1e9)
+    ax.set_xticks(sizes, [units.significant(size, 2) for size in sizes])
+    ax.minorticks_off()
+    ax.legend(fontsize=9, ncols=2, loc="upper right")
+    small_print(ax, result.card.title())
+
+
+def batch_rates(result: Any, *, ax: Sequence[Axes]) -> None:
+    """Up to three panels of a SaturationResult against the batch: tokens/s, GB/s, GFLOP/s; the ridge marked, the roofs dashed."""
+    points = [point for point in result.points if point.model == result.points[-1].model]
+    batches = [point.batch for point in points]
+    rows = (("tokens per second", "batch", 1.0, None), ("GB/s read", "bytes_per_step", 1e9, result.roof_bytes_per_s),
+            ("GFLOP/s", "flops_per_step", 1e9, result.card.gemm_flops_per_s))  # fmt: skip
+    for panel, (name, field, scale, roof) in zip(ax, rows, strict=False):
+        panel.semilogx(batches, [getattr(p, field) / p.predicted_s / scale for p in points], color=PREDICTED, label="predicted")
+        panel.plot(batches, [getattr(p, field) / p.step_s / scale for p in points], "o", color=MEASURED, label="measured")
+        if roof:
+            panel.axhline(roof / scale, linestyle="--", color=FLOOR, label="roof")
+        panel.axvline(result.ridge_batch, linestyle=":", color="black", label=f"ridge: batch {result.ridge_batch:.1f}")
+        panel.set(title=f"{name}, by batch", xlabel="sequences per step", ylabel=name, ylim=(0, None))
+        panel.set_xticks(batches, batches)
+        panel.minorticks_off()
+    ax[len(ax) // 2].legend(fontsize=9)
+    small_print(ax[0], result.card.title())

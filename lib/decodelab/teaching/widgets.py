@@ -28,7 +28,10 @@ class Explorer(ipywidgets.VBox):
         self.answer, self.canvas = answer, canvas
         self.sliders = {key: ipywidgets.SelectionSlider(options=list(options), value=start, continuous_update=True, layout=ipywidgets.Layout(width="24em"))
                         for key, _, options, start in controls}  # fmt: skip
-        self.numbers, self.picture = ipywidgets.HTML(), ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", width="760px"))
+        self.numbers, self.picture = (
+            ipywidgets.HTML(),
+            ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", width="760px")),
+        )
         rows = [ipywidgets.HBox([ipywidgets.HTML(f"<div style='width:15em'>{html.escape(meaning)}</div>"), self.sliders[key]])
                 for key, meaning, _, _ in controls]  # fmt: skip
         self.update()
@@ -58,15 +61,24 @@ def ladder(least: int, most: int) -> list[int]:
     return [step * 10**power for power in range(13) for step in STEPS_PER_DOUBLING if least <= step * 10**power <= most]
 
 
-def request_explorer(config: ModelConfig, constants: Constants, *, bytes_per_value: float = 2, prompt: int = 100, output: int = 10_000) -> Explorer:
+def request_explorer(
+    config: ModelConfig, constants: Constants, *, bytes_per_value: float = 2, prompt: int = 100, output: int = 10_000
+) -> Explorer:
     """A request of any shape: its time by phase, as it is, with prefill twice as fast, and with prefill free."""
     canvas = plots.Canvas()
 
     def answer(values: dict) -> str:
-        work = Workload(prompt_tokens=values["prompt"], output_tokens=values["output"], weight_bytes_per_value=bytes_per_value, kv_bytes_per_value=bytes_per_value)
+        work = Workload(
+            prompt_tokens=values["prompt"],
+            output_tokens=values["output"],
+            weight_bytes_per_value=bytes_per_value,
+            kv_bytes_per_value=bytes_per_value,
+        )
         if work.slots > config.max_context:
             canvas.say(f"{work.slots:,} tokens do not fit in the {config.max_context:,} positions of {config.name}")
-            return f"{work.slots:,} tokens: more than the {config.max_context:,} positions of {config.name}. Shorten the prompt or the output."
+            return (
+                f"{work.slots:,} tokens: more than the {config.max_context:,} positions of {config.name}. Shorten the prompt or the output."
+            )
         estimate = cost.request_time(config, constants, work)
         bars = [("as it is", estimate.ttft_s, estimate.decode_s), ("prefill twice as fast", estimate.ttft_s / 2, estimate.decode_s),
                 ("prefill free", 0.0, estimate.decode_s)]  # fmt: skip
@@ -95,37 +107,40 @@ def _machine(config: ModelConfig, name: str, card: Card | None) -> tuple[Constan
     return engines.engine_for(hardware).constants(hardware), cost.floor_constants(hardware), 2.0, hardware.memory_gb * 1e9
 
 
-def _room(config: ModelConfig, *, memory_bytes: float, context: int, value_bytes: float) -> tuple[int, str]:
-    """(sequences of `context` tokens that fit, why not even one if so)."""
+def _room(config: ModelConfig, *, memory_bytes: float, context: int, value_bytes: float, kv_value_bytes: float = 0) -> tuple[int, str]:
+    """(sequences of `context` tokens that fit, why not even one if so); K and V are as wide as the weights unless given."""
     if context > config.max_context:
         return 0, f"{context:,} tokens do not fit in the {config.max_context:,} positions of {config.name}"
     try:
-        most = planning.sequences_that_fit(config, memory_bytes=memory_bytes, context=context, weight_bytes_per_value=value_bytes, kv_bytes_per_value=value_bytes)
+        most = planning.sequences_that_fit(config, memory_bytes=memory_bytes, context=context, weight_bytes_per_value=value_bytes,
+                                           kv_bytes_per_value=kv_value_bytes or value_bytes)  # fmt: skip
     except planning.DoesNotFit as fault:
         return 0, str(fault)
     return most, "" if most else f"beside the weights of {config.name} not one sequence of {context:,} tokens fits"
 
 
-def plane_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", prompt: int = 100, output: int = 10_000) -> Explorer:
+def plane_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", prompt: int = 100,
+                   output: int = 10_000) -> Explorer:  # fmt: skip
     """Decode share over prompt and output, for a model on a machine, with one request on it and the output where the phases meet."""
     canvas = plots.Canvas(size=(7.6, 4.2), margins=(0.13, 1.0, 0.14, 0.9))
 
     def answer(values: dict) -> str:
         config = catalog.model(values["model"])
         constants, _, size, memory = _machine(config, values["hardware"], card)
-        work = Workload(prompt_tokens=values["prompt"], output_tokens=values["output"], weight_bytes_per_value=size, kv_bytes_per_value=size)
+        formats = {"weight_bytes_per_value": size, "kv_bytes_per_value": size}
+        work = Workload(prompt_tokens=values["prompt"], output_tokens=values["output"], **formats)
         _, refusal = _room(config, memory_bytes=memory, context=work.slots, value_bytes=size)
         if refusal:
             canvas.say(refusal)
             return f"{refusal}. Move a slider."
-        formats = {"weight_bytes_per_value": size, "kv_bytes_per_value": size}
         tokens = [2**power for power in range(config.max_context.bit_length())]
         shares = planning.decode_shares(config, constants, prompts=tokens, outputs=tokens, **formats)
         plots.plane(shares, prompts=tokens, outputs=tokens, points=[("this request", work.prompt_tokens, work.output_tokens)], ax=canvas.clear(),
                     title=f"{config.name} on {values['hardware']}")  # fmt: skip
         meets = planning.balance_output(config, constants, prompt=work.prompt_tokens, **formats)
-        share = cost.request_time(config, constants, work).decode_share
-        return f"{work.prompt_tokens:,} in, {work.output_tokens:,} out: {units.format_percent(share)} decode · for this prompt the phases meet at {meets:,} tokens out"
+        share = units.format_percent(cost.request_time(config, constants, work).decode_share)
+        lengths = f"{work.prompt_tokens:,} in, {work.output_tokens:,} out"
+        return f"{lengths}: {share} decode · for this prompt the phases meet at {meets:,} tokens out"
 
     tokens = ladder(1, 100_000)
     controls = [("model", "model", MODELS, model), ("hardware", "machine", (*((HERE,) if card else ()), *MACHINES), hardware),
@@ -133,7 +148,8 @@ def plane_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", har
     return Explorer(controls, answer, canvas)
 
 
-def batch_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", context: int = 5000, batch: int = 64) -> Explorer:
+def batch_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", context: int = 5000,
+                   batch: int = 64) -> Explorer:  # fmt: skip
     """Latency against throughput as the batch grows, up to the largest that fits; floor and prediction."""
     canvas = plots.Canvas(margins=(0.12, 0.97, 0.17, 0.9))
 
@@ -153,7 +169,8 @@ def batch_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", har
                        title=f"{config.name} on {values['hardware']}, {context:,} tokens each")  # fmt: skip
         ridge = planning.ridge_batch(config, floor, weight_bytes_per_value=size)
         note = "" if config.moe_experts_total else f" · ridge at {ridge:,.0f}"
-        return (f"batch {chosen:,}: {units.format_seconds(step)} per token for each, {units.format_rate(chosen, step)} in all · at most {most:,} fit{note}")
+        waits, rate = units.format_seconds(step), units.format_rate(chosen, step)
+        return f"batch {chosen:,}: {waits} per token for each, {rate} in all · at most {most:,} fit{note}"
 
     controls = [("model", "model", MODELS, model), ("hardware", "machine", (*((HERE,) if card else ()), *MACHINES), hardware),
                 ("context", "context, tokens in each cache", ladder(100, 100_000), context), ("batch", "batch, sequences per step", [2**i for i in range(11)], batch)]  # fmt: skip
@@ -179,18 +196,6 @@ def _roofs(config: ModelConfig, machine: str, dtype: str, card: Card | None) -> 
     return floor, floor, hardware.memory_gb * 1e9
 
 
-def _cannot_run(config: ModelConfig, *, memory_bytes: float, context: int, batch: int, weight_bytes: float, kv_bytes: float) -> str:
-    """Why `batch` sequences of `context` tokens cannot be held; "" where they can."""
-    if context > config.max_context:
-        return f"{context:,} tokens do not fit in the {config.max_context:,} positions of {config.name}"
-    try:
-        most = planning.sequences_that_fit(config, memory_bytes=memory_bytes, context=context, weight_bytes_per_value=weight_bytes,
-                                           kv_bytes_per_value=kv_bytes)  # fmt: skip
-    except planning.DoesNotFit as fault:
-        return str(fault)
-    return "" if most >= batch else f"beside the weights of {config.name}, {most:,} sequences of {context:,} tokens fit, not {batch:,}"
-
-
 def roofline_explorer(card: Card | None = None, *, model: str = "SmolLM2-135M", hardware: str | None = None, prompt: int = 100) -> Explorer:
     """Two dots under the roofs of a machine: the prefill of a prompt, and the decode step after it."""
     canvas = plots.Canvas(size=(7.6, 4.0), margins=(0.13, 0.94, 0.14, 0.91))
@@ -198,8 +203,9 @@ def roofline_explorer(card: Card | None = None, *, model: str = "SmolLM2-135M", 
     def answer(values: dict) -> str:
         config, batch, tokens = catalog.model(values["model"]), values["batch"], values["prompt"]
         size, found = catalog.dtype_bytes(values["dtype"]), _roofs(config, values["hardware"], values["dtype"], card)
-        refusal = found if isinstance(found, str) else _cannot_run(config, memory_bytes=found[2], context=tokens + 1, batch=batch, weight_bytes=size, kv_bytes=size)
-        if refusal:
+        most, refusal = (0, found) if isinstance(found, str) else _room(config, memory_bytes=found[2], context=tokens + 1, value_bytes=size)
+        if refusal or batch > most:
+            refusal = refusal or f"beside the weights of {config.name}, {most:,} sequences of {tokens + 1:,} tokens fit, not {batch:,}"
             canvas.say(refusal)
             return f"{refusal}. Move a slider."
         constants, floor, _ = found
@@ -231,7 +237,7 @@ def cache_explorer(config: ModelConfig, *, window: int = 1024, context: int = 81
     def answer(values: dict) -> str:
         shape = replace(config, n_kv_heads=values["kv_heads"], windowed_layers=values["windowed"], window=window)
         size, chosen, weights = catalog.dtype_bytes(values["dtype"]), values["context"], 2 * cost.parameters(shape)
-        curves = [[cost.kv_bytes(one, context=n, dtype_bytes=bytes_each) for n in contexts] for one, bytes_each in ((shape, size), (config, 2))]
+        curves = [[cost.kv_bytes(one, context=n, dtype_bytes=width) for n in contexts] for one, width in ((shape, size), (config, 2))]
         held = cost.kv_bytes(shape, context=chosen, dtype_bytes=size)
         title = f"{config.name} with {shape.n_kv_heads} KV heads and {shape.windowed_layers} of {shape.n_layers} layers windowed"
         plots.cache_size([("this shape", curves[0]), (f"{config.name} as it is, bfloat16", curves[1])], contexts=contexts, weights=weights,
@@ -247,28 +253,25 @@ def cache_explorer(config: ModelConfig, *, window: int = 1024, context: int = 81
     return Explorer(controls, answer, canvas)
 
 
-def capacity_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM", context: int = 8192) -> Explorer:
+def capacity_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", hardware: str = "H200 SXM") -> Explorer:
     """How many sequences fit beside the weights: model, formats, machine, context."""
     canvas = plots.Canvas(size=(7.6, 3.0), margins=(0.04, 0.97, 0.42, 0.88))
-    kept = 0.1
 
     def answer(values: dict) -> str:
         config, tokens = catalog.model(values["model"]), values["context"]
         sizes = [catalog.dtype_bytes(values[key]) for key in ("weights", "kv")]
         total = card.machine.memory_bytes if values["hardware"] == HERE else catalog.hardware(values["hardware"]).memory_gb * 1e9
-        refusal = _cannot_run(config, memory_bytes=total, context=tokens, batch=1, weight_bytes=sizes[0], kv_bytes=sizes[1])
+        count, refusal = _room(config, memory_bytes=total, context=tokens, value_bytes=sizes[0], kv_value_bytes=sizes[1])
         if refusal:
             canvas.say(refusal)
             return f"{refusal}. Move a slider."
-        count = planning.sequences_that_fit(config, memory_bytes=total, context=tokens, weight_bytes_per_value=sizes[0], kv_bytes_per_value=sizes[1],
-                                            reserved_fraction=kept)  # fmt: skip
         weights, each = cost.parameters(config) * sizes[0], cost.kv_bytes(config, context=tokens, dtype_bytes=sizes[1])
-        plots.memory(weights, each, count, total=total, reserved_fraction=kept, ax=canvas.clear(),
+        plots.memory(weights, each, count, total=total, ax=canvas.clear(),
                      title=f"{config.name} on {values['hardware']}: {count:,} sequences of {tokens:,} tokens")  # fmt: skip
         return (f"{count:,} sequences of {tokens:,} tokens fit: each holds {units.format_capacity(each)} of K and V beside "
-                f"{units.format_capacity(weights)} of weights, and {units.format_percent(kept)} of the memory is left to the engine")  # fmt: skip
+                f"{units.format_capacity(weights)} of weights, and a tenth of the memory is left to the engine")  # fmt: skip
 
     controls = [("model", "model", MODELS, model), ("hardware", "machine", (*((HERE,) if card else ()), *MACHINES), hardware),
                 ("weights", "format of the weights", FORMATS, "bfloat16"), ("kv", "format of K and V", KV_FORMATS, "bfloat16"),
-                ("context", "context, tokens in each cache", [2**power for power in range(7, 18)], context)]  # fmt: skip
+                ("context", "context, tokens in each cache", [2**power for power in range(7, 18)], 8192)]  # fmt: skip
     return Explorer(controls, answer, canvas)
