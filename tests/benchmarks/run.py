@@ -1,6 +1,6 @@
 """`python course.py bench`: performance as ratios taken in one run, and README's picture.
 
-    python course.py bench                  ours against transformers, batch 1, same weights, threads and lengths
+    python course.py bench                  ours against transformers, batch 1, same shape, threads and lengths
     python course.py bench --picture        measure t(n) and rewrite data/runs/growth.json and growth.png
     python course.py bench --json           one document on stdout
 
@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from decodelab.arithmetic import catalog, cost
+from decodelab.arithmetic.catalog import ModelConfig
 from decodelab.arithmetic.units import format_bandwidth, format_seconds
 from decodelab.decoder import weights
 from decodelab.measuring import clock, experiments, machine
@@ -24,18 +25,21 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "data" / "runs"
 
 
-def transformers_step(source: Path, dtype: str, context: int):
-    """One greedy decode step of transformers on the same file, cropped back to `context` tokens each time."""
-    from transformers import AutoModelForCausalLM
+def transformers_step(config: ModelConfig, dtype: str, context: int):
+    """One greedy decode step of transformers' Llama of the same shape, random weights, cropped back each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)).eval()
+    shape = LlamaConfig(vocab_size=config.vocab_size, hidden_size=config.hidden, intermediate_size=config.intermediate, head_dim=config.head_dim,
+                        num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
+                        max_position_embeddings=config.max_context, tie_word_embeddings=config.tied_embeddings)  # fmt: skip
+    model = LlamaForCausalLM(shape).to(getattr(torch, dtype)).eval()
     with torch.inference_mode():
         past = model(torch.randint(0, 1000, (1, context - 1)), use_cache=True).past_key_values
 
     @torch.inference_mode()
     def step() -> None:
-        past.crop(context - 1)
         model(torch.tensor([[1]]), past_key_values=past, use_cache=True).logits[:, -1].argmax(-1).tolist()
+        past.crop(-1)
 
     return step
 
@@ -46,7 +50,7 @@ def against_transformers(dtype: str, *, context: int = 128, rounds: int = 30) ->
     model = weights.load("smollm2-135m", dtype=dtype)
     experiments.warm_weights(model)
     ours = experiments.step_calls(model, model.new_cache(max_len=context), [context])[0]
-    theirs = transformers_step(weights.find("smollm2-135m"), dtype, context)
+    theirs = transformers_step(model.config, dtype, context)
     taken = [median(seconds) for seconds in clock.interleaved([ours, theirs], rounds=rounds, budget_s=60, warmup=3)]
     moved = (
         cost.weight_bytes_per_step(model.config, dtype_bytes=model.dtype.itemsize)

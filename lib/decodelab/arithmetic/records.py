@@ -88,6 +88,8 @@ class Card:
     def __str__(self) -> str:
         return "\n".join([self.title(), *(f"  {name:<22}{value:>14}   {field}" for name, field, value in self.rows())])
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return html_table(("in the formula", "field", "measured"), self.rows(), caption=self.title())
 
