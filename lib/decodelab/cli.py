@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from decodelab.arithmetic import catalog, cost, engines, published, units
 from decodelab.arithmetic.catalog import Workload
+from decodelab.arithmetic.records import finite
 
 EPILOG = "Every number is decimal: GB is 1e9 bytes. The formulas are in decodelab/arithmetic/cost.py; lesson 00 explains the words."
 
@@ -22,66 +24,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         result, text = arguments.run(arguments)
-    except (LookupError, ValueError, OSError) as fault:  # the library's own errors, each one clear line
+    except (LookupError, ValueError, ArithmeticError, OSError) as fault:  # the library's own errors, each one clear line
         say(f"decodelab {arguments.command}: {fault}")
         return 2
-    print(json.dumps(_finite(result), indent=1) if arguments.json else text)
+    except KeyboardInterrupt:
+        say(f"decodelab {arguments.command}: stopped; nothing half-measured was kept")
+        return 130
+    try:
+        print(json.dumps(finite(result), indent=1) if arguments.json else text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _finite(value: object) -> object:
-    """JSON has no infinity: a crossover that never comes is null."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and value in (float("inf"), float("-inf")) else value
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line, with help that teaches."""
     top = argparse.ArgumentParser(prog="decodelab", description="Predict what one more token costs, then measure it.", epilog=EPILOG)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    card = _command(
-        commands, "machine", run_machine, "measure this machine's card: the formula's constants, on random buffers (under 30 s)"
-    )
+    card = _command(commands, "machine", run_machine, "measure this machine's card: the formula's constants, on random buffers (under 30 s)")
     _measured(card)
     card.add_argument("--remeasure", action="store_true", help="measure again although a card is kept in ~/.decodelab")
     _estimate_options(
         _command(
-            commands,
-            "estimate",
-            run_estimate,
-            "a request's time from shapes alone: the datasheet floor, and `likely` with an engine's constants",
+            commands, "estimate", run_estimate, "a request's time from shapes alone: the datasheet floor, and `likely` with an engine's constants"
         )
     )
     growth = _command(
         commands, "growth", run_growth, "measure t(n) = a + b*n: how a step grows with the tokens in the cache, predicted beside measured"
     )
     growth.add_argument("--model", default="gpt2", help="shape, with random weights (default gpt2, whose MHA cache grows fast)")
-    growth.add_argument(
-        "--contexts", default="128,1024,4096,8192", help="tokens in the cache, comma-separated (default 128,1024,4096,8192)"
-    )
+    growth.add_argument("--contexts", default="128,1024,4096,8192", help="tokens in the cache, comma-separated (default 128,1024,4096,8192)")
     growth.add_argument("--batch", type=int, default=1, help="sequences per step (default 1)")
     _measured(growth, budget_s=20.0)
     saturation = _command(
         commands, "saturation", run_saturation, "read bandwidth reached against bytes per step, and tokens/s against batch up to the ridge"
     )
     _measured(saturation, budget_s=20.0)
-    validate = _command(
-        commands, "validate", run_validate, "the cost model against published decode speeds, each row predicted with itself left out"
-    )
-    validate.add_argument(
-        "--rows", metavar="FILE", help="a CSV with the columns of data/measured_decode.csv: fit on the shipped rows, predict these"
-    )
+    validate = _command(commands, "validate", run_validate, "the cost model against published decode speeds, each row predicted with itself left out")
+    validate.add_argument("--rows", metavar="FILE", help="a CSV with the columns of data/measured_decode.csv: fit on the shipped rows, predict these")
     return top
 
 
 def _estimate_options(estimate: argparse.ArgumentParser) -> None:
     estimate.add_argument("--model", required=True, help="a name from data/models.csv, such as llama-3.1-8b")
-    estimate.add_argument(
-        "--hardware", required=True, help="a name from data/hardware.csv, such as h200-sxm; `here` is this machine's card"
-    )
+    estimate.add_argument("--hardware", required=True, help="a name from data/hardware.csv, such as h200-sxm; `here` is this machine's card")
     estimate.add_argument("--prompt", type=int, required=True, metavar="TOKENS", help="tokens read: one pass, prefill")
     estimate.add_argument(
         "--output", type=int, required=True, metavar="TOKENS", help="tokens written: the first by prefill, each other by one decode step"
@@ -102,9 +88,7 @@ def _measured(command: argparse.ArgumentParser, *, budget_s: float | None = None
     command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
     command.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     if budget_s:
-        command.add_argument(
-            "--budget", type=float, default=budget_s, metavar="SECONDS", help=f"seconds for the timed steps (default {budget_s:g})"
-        )
+        command.add_argument("--budget", type=float, default=budget_s, metavar="SECONDS", help=f"seconds for the timed steps (default {budget_s:g})")
 
 
 def _torch_dtype(arguments: argparse.Namespace) -> str:
@@ -132,11 +116,15 @@ def run_estimate(arguments: argparse.Namespace) -> tuple[dict, str]:
                     weight_bytes_per_value=catalog.dtype_bytes(dtype), kv_bytes_per_value=catalog.dtype_bytes(kv_dtype))  # fmt: skip
     known = None if arguments.hardware == "here" else catalog.hardware(arguments.hardware)
     if work.slots > config.max_context:
+        fits = config.max_context - arguments.prompt + 1
+        advice = f"Ask for at most {fits:,} output tokens." if fits > 0 else f"Shorten the prompt to at most {config.max_context:,} tokens."
         raise ValueError(f"prompt {arguments.prompt:,} + output {arguments.output:,} - 1 = {work.slots:,} tokens, but {config.name} has "
-                         f"{config.max_context:,} positions. Ask for at most {max(0, config.max_context - arguments.prompt + 1):,} output tokens.")  # fmt: skip
+                         f"{config.max_context:,} positions. {advice}")  # fmt: skip
     if known is None:
+        from decodelab.decoder import weights
         from decodelab.measuring import machine
 
+        weights.check_dtype(dtype, "cpu")
         card = machine.card(dtype, say=say)
         name, floor, likely, engine = card.machine.processor, card.floor(), card.constants(config), "this machine's card"
     else:
@@ -145,6 +133,10 @@ def run_estimate(arguments: argparse.Namespace) -> tuple[dict, str]:
         likely = engine_class.constants(known, dtype=dtype)
         _warn_if_too_large(config, known, work)
     at_floor, expected = cost.request_time(config, floor, work), cost.request_time(config, likely, work)
+    unknown_peak = known is not None and known.flops_per_s(dtype) is None
+    if unknown_peak:
+        say(f"note: no source gives {name}'s {dtype} peak, so the floor counts prefill as memory traffic alone, and `likely` gives decode only.")
+        expected = replace(expected, ttft_s=None, total_s=None, decode_share=None, free_prefill_saves_fraction=None)
     result = {"model": config.name, "hardware": name, "dtype": dtype, "kv_dtype": kv_dtype, **asdict(work), **asdict(at_floor),
               "likely": {"engine": engine, **asdict(expected)}}  # fmt: skip
     return result, _estimate_text(result)
@@ -160,15 +152,14 @@ def _warn_if_too_large(config: catalog.ModelConfig, hardware: catalog.Hardware, 
 
 
 def _estimate_text(result: dict) -> str:
-    def seconds(value: float | None) -> str:
-        return "-" if value is None else units.format_seconds(value)
-
+    seconds = units.format_seconds
     shown = {"time to first token": ("ttft_s", seconds), "first decode step": ("itl_first_s", seconds), "last decode step": ("itl_last_s", seconds),
              "decode": ("decode_s", seconds), "whole request": ("total_s", seconds), "decode share": ("decode_share", units.format_percent),
              "a free prefill saves": ("free_prefill_saves_fraction", units.format_percent)}  # fmt: skip
     head = f"{result['model']} {result['dtype']} on {result['hardware']}, {result['prompt_tokens']:,} in, {result['output_tokens']:,} out, batch {result['batch']}"
     lines = [head, f"{'':<22}{'floor':>12}{'likely':>12}   (likely: {result['likely']['engine']})"]
-    lines += [f"{label:<22}{form(result[key]):>12}{form(result['likely'][key]):>12}" for label, (key, form) in shown.items()]
+    lines += [f"{label:<22}" + "".join("           -" if part[key] is None else f"{form(part[key]):>12}" for part in (result, result["likely"]))
+              for label, (key, form) in shown.items()]  # fmt: skip
     return "\n".join([*lines, f"KV reads equal weight reads at {units.significant(result['crossover_tokens'], 6)} tokens of context"])
 
 
@@ -178,22 +169,19 @@ def run_growth(arguments: argparse.Namespace) -> tuple[dict, str]:
     from decodelab.measuring import experiments, machine
 
     config, dtype = catalog.model(arguments.model), _torch_dtype(arguments)
-    contexts = _counts(arguments.contexts)
+    contexts = experiments.growth_contexts(_counts(arguments.contexts), batch=arguments.batch)
     weights.require_runnable(config)
     card = machine.fresh_card(dtype, device=arguments.device, say=say)
     say(f"timing decode steps of {config.name} at {', '.join(map(str, contexts))} tokens")
     result = experiments.growth(config, card, contexts=contexts, batch=arguments.batch, budget_s=arguments.budget)
     lines = [f"{config.name}, batch {arguments.batch}, {card.title()}", f"{'tokens in cache':>16}{'step':>12}   n"]
     lines += [
-        f"{context:>16,}{units.format_seconds(step.median_s):>12}{step.n:>4}"
-        for context, step in zip(result.contexts, result.steps, strict=True)
+        f"{context:>16,}{units.format_seconds(step.median_s):>12}{step.n:>4}" for context, step in zip(result.contexts, result.steps, strict=True)
     ]
     lines += [f"{'':<18}{'floor':>12}{'predicted':>12}{'measured':>12}"]
     for name, part in (("a per step", result.a_s), ("b per token", result.b_s_per_token)):
         lines.append(f"{name:<18}" + "".join(f"{units.format_seconds(value):>12}" for value in (part.floor, part.predicted, part.measured)))
-    return result.to_json(), "\n".join(
-        [*lines, f"r2 {result.r2:.4f}; KV reads equal weight reads at {result.crossover_tokens:,.0f} tokens"]
-    )
+    return result.to_json(), "\n".join([*lines, f"r2 {result.r2:.4f}; KV reads equal weight reads at {result.crossover_tokens:,.0f} tokens"])
 
 
 def _counts(text: str) -> list[int]:
@@ -213,9 +201,7 @@ def run_saturation(arguments: argparse.Namespace) -> tuple[dict, str]:
     lines += [f"{units.format_bytes(point.bytes_per_step):>16}{point.batch:>7}{units.format_seconds(point.step_s):>12}"
               f"{units.format_bandwidth(point.read_bytes_per_s):>12}{units.format_flop_rate(point.flops_per_s):>16}{point.batch / point.step_s:>10.0f}"
               for point in result.points]  # fmt: skip
-    return result.to_json(), "\n".join(
-        [*lines, f"roof {units.format_bandwidth(result.roof_bytes_per_s)}, ridge at batch {result.ridge_batch:.1f}"]
-    )
+    return result.to_json(), "\n".join([*lines, f"roof {units.format_bandwidth(result.roof_bytes_per_s)}, ridge at batch {result.ridge_batch:.1f}"])
 
 
 def run_validate(arguments: argparse.Namespace) -> tuple[dict, str]:

@@ -52,10 +52,7 @@ def against_transformers(dtype: str, *, context: int = 128, rounds: int = 30) ->
     ours = experiments.step_calls(model, model.new_cache(max_len=context), [context])[0]
     theirs = transformers_step(model.config, dtype, context)
     taken = [median(seconds) for seconds in clock.interleaved([ours, theirs], rounds=rounds, budget_s=60, warmup=3)]
-    moved = (
-        cost.weight_bytes_per_step(model.config, dtype_bytes=model.dtype.itemsize)
-        + model.new_cache(max_len=context).bytes_per_token * context
-    )
+    moved = cost.weight_bytes_per_step(model.config, dtype_bytes=model.dtype.itemsize) + model.new_cache(max_len=context).bytes_per_token * context
     return {"dtype": dtype, "context": context, "rounds": rounds, "ours_s": taken[0], "transformers_s": taken[1], "ratio": taken[1] / taken[0],
             "mbu": moved / taken[0] / card.read_bytes_per_s, "read_bytes_per_s": card.read_bytes_per_s, "machine": card.title()}  # fmt: skip
 

@@ -24,9 +24,7 @@ SOURCES = make_student.sources()
 LESSONS = sorted(ROOT.glob("lessons/*.ipynb"))
 NOTEBOOKS = [*LESSONS, *SOURCES, *SOURCES.values()]
 LAB = "00_your_machine.ipynb"
-MACHINE, GROWTH, SATURATION = (
-    ROOT / "labs" / f"{name}.ipynb" for name in ("00_your_machine", "03_token_cost_growth", "05_bandwidth_saturation")
-)
+MACHINE, GROWTH, SATURATION = (ROOT / "labs" / f"{name}.ipynb" for name in ("00_your_machine", "03_token_cost_growth", "05_bandwidth_saturation"))
 SOLVED = SOURCES[MACHINE]
 
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.relative_to(ROOT).as_posix() for path in NOTEBOOKS])
@@ -157,9 +155,7 @@ def mutant(path: Path) -> nbformat.NotebookNode:
     notebook = exercises_only(SOURCES[path])
     notebook.cells[
         0
-    ].source += (
-        f"\nfrom types import FunctionType\nfrom decodelab.teaching.exercise_list import EXERCISES\n\n\n{inspect.getsource(learners)}"
-    )
+    ].source += f"\nfrom types import FunctionType\nfrom decodelab.teaching.exercise_list import EXERCISES\n\n\n{inspect.getsource(learners)}"
     for name in names_in(path):
         cell_of(notebook, name).source = f'{name} = learners(EXERCISES["{name}"].mistakes[0].wrong)'
     return notebook
@@ -203,19 +199,7 @@ COPIES = {
 
 def graded(folder: Path, *files: Path, trusted: bool = True) -> list[str]:
     """The lines that grading prints, as `course.py check` runs it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        ROOT / ".pytest.ini",
-        "--rootdir",
-        ROOT,
-        "-p",
-        "checking",
-        "-q",
-        "--no-header",
-    ]
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / ".pytest.ini", "--rootdir", ROOT, "-p", "checking", "-q", "--no-header"]
     command += ["-p", "no:cacheprovider", *files, *(["--i-trust-these"] if trusted else [])]
     plugin = os.pathsep.join([str(ROOT / "tests" / "notebooks"), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(

@@ -184,14 +184,8 @@ def half_done(config, *, dtype_bytes):
         (lambda config, *, dtype_bytes: 10**400, "OverflowError: int too large to convert to float"),
         (lambda config: 1, "TypeError: "),
         (36_864, "this is of type int; write a function"),
-        (
-            lambda config, *, dtype_bytes: 1234567,
-            "your answer is 1,234,567, the right value 36,864 (gpt2, dtype_bytes=2)",
-        ),
-        (
-            lambda config, *, dtype_bytes: float("nan"),
-            "your answer is nan, the right value 36,864 (gpt2, dtype_bytes=2)",
-        ),
+        (lambda config, *, dtype_bytes: 1234567, "your answer is 1,234,567, the right value 36,864 (gpt2, dtype_bytes=2)"),
+        (lambda config, *, dtype_bytes: float("nan"), "your answer is nan, the right value 36,864 (gpt2, dtype_bytes=2)"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -212,10 +206,7 @@ def test_what_an_answer_prints_does_not_reach_the_verdict(capsys):
 
 
 def test_an_answer_in_floats_or_in_another_order_is_right():
-    exercises.check(
-        "kv_bytes_per_token",
-        lambda config, *, dtype_bytes: dtype_bytes * 2.0 * config.head_dim * config.n_kv_heads * config.n_layers,
-    )
+    exercises.check("kv_bytes_per_token", lambda config, *, dtype_bytes: dtype_bytes * 2.0 * config.head_dim * config.n_kv_heads * config.n_layers)
 
 
 @ALL

@@ -1,11 +1,13 @@
 """Kind 1 of the faults the course guards against: the KV cache. Cached, uncached, chunked and padded runs agree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from decodelab.decoder import cache as caches
 from decodelab.decoder.cache import PAD_POSITION, ContextError
-from decodelab.decoder.generate import decode_step, generate, next_positions, prefill
+from decodelab.decoder.generate import decode_step, generate, prefill
 from decodelab.decoder.model import attend, visible_keys
 from tiny import GPT2, LLAMA, decoder, ids
 
@@ -87,9 +89,7 @@ def test_capacity_is_checked_before_any_forward(capacity, prompt, new, need, mon
     """B007: slots needed = prompt + new - 1; the error names both numbers and the model stays usable."""
     model = decoder(LLAMA)
     cache = model.new_cache(max_len=capacity)
-    with pytest.raises(
-        ContextError, match=rf"needs {need} cache slots .* holds {capacity}.*at most {capacity - prompt + 1} new.*max_len={need}"
-    ):
+    with pytest.raises(ContextError, match=rf"needs {need} cache slots .* holds {capacity}.*at most {capacity - prompt + 1} new.*max_len={need}"):
         generate(model, ids(prompt), max_tokens=new, cache=cache)
     assert cache.length == 0
     assert len(list(generate(model, ids(prompt), max_tokens=capacity - prompt + 1, cache=cache))) == capacity - prompt + 1
@@ -138,7 +138,7 @@ def test_padded_batches_equal_single_rows(config, side):
         singles = [model.new_cache(max_len=8) for _ in rows]
         expected = torch.cat([prefill(model, [prompt], cache=single) for prompt, single in zip(rows, singles, strict=True)])
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-        assert next_positions(cache).tolist() == [3, 5]
+        assert cache.next_positions().tolist() == [3, 5]
         for step in range(3):
             new = torch.tensor([step + 1, step + 9])
             out = decode_step(model, new, cache=cache)
@@ -229,3 +229,65 @@ def test_attention_without_sdpa_gives_the_same(config):
     torch.testing.assert_close(attend(q, k, v, visible=mask), scores.softmax(-1) @ wide_v, rtol=1e-5, atol=1e-5)
     one = attend(q[:, :, :1], k, v)
     torch.testing.assert_close(one, (q[:, :, :1] @ wide_k.transpose(-1, -2) / 8**0.5).softmax(-1) @ wide_v, rtol=1e-5, atol=1e-5)
+
+
+@SHAPES
+def test_a_padded_batch_goes_on_where_each_row_stopped(config):
+    """A second prefill and a crop after a ragged one: each row continues at its own next position."""
+    model, first, more = decoder(config), [ids(3), ids(5, seed=2)], ids(4, seed=9)
+    cache = model.new_cache(max_len=20, batch=2)
+    prefill(model, first, cache=cache)
+    for chunk in (None, 2):
+        twin = cache.copy()
+        out = prefill(model, [more, more], cache=twin, chunk=chunk)
+        expected = torch.cat([uncached(model, row + more) for row in first])
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        assert twin.next_positions().tolist() == [7, 9]
+    cache.crop(0)
+    assert cache.next_positions().tolist() == [0, 0]
+    torch.testing.assert_close(prefill(model, [more, more], cache=cache)[:1], uncached(model, more), rtol=1e-4, atol=1e-4)
+
+
+def test_a_padded_cache_is_usable_outside_a_generation():
+    """The cache outlives the pass that made it: a plain forward call may write it too."""
+    model = decoder(LLAMA)
+    cache = model.new_cache(max_len=12, batch=2)
+    prefill(model, [ids(2), ids(4)], cache=cache)
+    with torch.no_grad():
+        assert model(torch.zeros((2, 1), dtype=torch.long), cache=cache).shape == (2, 64)
+
+
+@pytest.mark.parametrize(
+    "other", [replace(LLAMA, n_layers=4), replace(LLAMA, n_kv_heads=1), replace(LLAMA, head_dim=16)], ids=["layers", "heads", "size"]
+)
+def test_a_cache_of_another_model_or_batch_is_refused_before_anything_is_written(other):
+    model = decoder(LLAMA)
+    foreign = caches.KVCache(other, max_len=20)
+    for cache in (foreign, model.new_cache(max_len=20, batch=2), caches.KVCache(LLAMA, max_len=20, dtype=torch.float16)):
+        with pytest.raises(ContextError, match="this cache is of .* and the pass of"):
+            generate(model, ids(5), max_tokens=3, cache=cache)
+        with pytest.raises(ContextError):
+            prefill(model, [ids(5)], cache=cache)
+        assert cache.length == 0
+
+
+def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made():
+    with pytest.raises(ContextError, match="needs .*TiB and .* is free"):
+        decoder(LLAMA).new_cache(max_len=10**12)
+
+
+def test_a_chunked_prefill_past_the_positions_writes_nothing():
+    model = decoder(LLAMA)
+    cache = model.new_cache(max_len=200)
+    with pytest.raises(ContextError, match="this pass reaches 80"):
+        prefill(model, [ids(80)], cache=cache, chunk=16)
+    assert cache.length == 0
+
+
+def test_two_requests_on_one_cache_are_noticed():
+    model = decoder(LLAMA)
+    cache = model.new_cache(max_len=40)
+    first, second = (generate(model, ids(4), max_tokens=5, cache=cache) for _ in range(2))
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="went from 4 to 8 tokens under this generator"):
+        next(first)

@@ -8,16 +8,7 @@ from decodelab import cli
 from decodelab.arithmetic import cost
 from decodelab.measuring import machine
 
-ESTIMATE_KEYS = {
-    "ttft_s",
-    "itl_first_s",
-    "itl_last_s",
-    "decode_s",
-    "total_s",
-    "decode_share",
-    "crossover_tokens",
-    "free_prefill_saves_fraction",
-}
+ESTIMATE_KEYS = {"ttft_s", "itl_first_s", "itl_last_s", "decode_s", "total_s", "decode_share", "crossover_tokens", "free_prefill_saves_fraction"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +35,7 @@ def test_estimate(capsys):
     assert found["total_s"] == pytest.approx(32.66, rel=1e-3) and found["decode_share"] == pytest.approx(0.9999, abs=2e-5)
     assert found["crossover_tokens"] == pytest.approx(114_516, abs=1)
     assert all(found["likely"][key] > found[key] for key in ("ttft_s", "itl_first_s", "itl_last_s", "decode_s", "total_s"))
-    halved = document(
-        capsys, "estimate", "--model", "llama-3.1-8b", "--hardware", "h200", "--prompt", "100", "--output", "10000", "--dtype", "int8"
-    )
+    halved = document(capsys, "estimate", "--model", "llama-3.1-8b", "--hardware", "h200", "--prompt", "100", "--output", "10000", "--dtype", "int8")
     assert halved["kv_dtype"] == "bfloat16" and 0.5 < halved["total_s"] / found["total_s"] < 0.55
 
 
@@ -94,9 +83,7 @@ def test_saturation(capsys):
 
 def test_validate(capsys):
     found = document(capsys, "validate")
-    assert {"n", "median", "p90"} <= set(found["by_kind"]["decode_b1"]) and {"n", "median", "p90"} <= set(
-        found["other_machines"]["decode_b1"]
-    )
+    assert {"n", "median", "p90"} <= set(found["by_kind"]["decode_b1"]) and {"n", "median", "p90"} <= set(found["other_machines"]["decode_b1"])
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -126,3 +113,35 @@ def test_help_teaches(capsys, command):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     assert stop.value.code == 0 and "--json" in capsys.readouterr().out
+
+
+def test_an_unknown_peak_is_said_and_not_guessed(capsys):
+    """No source gives a Raspberry Pi's 16-bit peak: the floor is of bytes alone, and `likely` claims no prefill."""
+    status, out, err = run(
+        capsys, "estimate", "--model", "llama-3.1-8b", "--hardware", "raspberry-pi-5-lpddr4x-4267", "--prompt", "1000", "--output", "10", "--json"
+    )
+    found = json.loads(out)
+    assert status == 0 and "no source gives" in err
+    assert found["likely"]["ttft_s"] is None and found["likely"]["decode_share"] is None and found["likely"]["decode_s"] > found["decode_s"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "q4_0"])
+def test_a_format_the_decoder_cannot_run_is_refused_here(capsys, dtype):
+    status, _, err = run(capsys, "estimate", "--model", "gpt2", "--hardware", "here", "--prompt", "8", "--output", "8", "--dtype", dtype)
+    assert status == 2 and dtype in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA H200", "Apple M3 Max", "NVIDIA GeForce RTX 4090", "h200"])
+def test_vendor_and_alias_resolve_together(name):
+    assert cli.catalog.hardware(name).bandwidth_bytes_per_s > 1e11
+
+
+def test_growth_refuses_before_it_measures(capsys):
+    for arguments in (["--batch", "0"], ["--contexts", "128,128"]):
+        status, out, err = run(capsys, "growth", *arguments)
+        assert status == 2 and out == "" and len(err.strip().splitlines()) == 1
+
+
+def test_a_single_token_has_no_decode_step(capsys):
+    status, out, _ = run(capsys, "estimate", "--model", "gpt2", "--hardware", "h200", "--prompt", "8", "--output", "1")
+    assert status == 0 and "first decode step                -           -" in out

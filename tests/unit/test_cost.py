@@ -152,14 +152,10 @@ def test_units():
 
 def test_step_time_is_the_sum_of_its_parts():
     """c0 + c1*batch + max(weights) + max(KV), each max on its own; one max over the sum would differ."""
-    constants = Constants(
-        weight_bytes_per_s=1e9, kv_bytes_per_s=5e8, flops_per_s=1e10, step_overhead_s=1e-3, layer_overhead_s=1e-4, per_row_s=1e-5
-    )
+    constants = Constants(weight_bytes_per_s=1e9, kv_bytes_per_s=5e8, flops_per_s=1e10, step_overhead_s=1e-3, layer_overhead_s=1e-4, per_row_s=1e-5)
     config = model("gpt2")
     for batch, context in ((1, 1), (1, 1024), (8, 100), (64, 1024)):
-        weight = max(
-            cost.weight_bytes_per_step(config, batch=batch) / 1e9, cost.weight_flops(config, tokens=batch, logit_rows=batch) / 1e10
-        )
+        weight = max(cost.weight_bytes_per_step(config, batch=batch) / 1e9, cost.weight_flops(config, tokens=batch, logit_rows=batch) / 1e10)
         kv = max(batch * context * 36_864 / 5e8, batch * context * 36_864 / 1e10)
         expected = 1e-3 + 12e-4 + batch * 1e-5 + weight + kv
         assert cost.step_time(config, constants, context=context, batch=batch) == pytest.approx(expected)
@@ -240,3 +236,22 @@ def test_impossible_shapes_are_refused(change, said):
 def test_impossible_workloads_are_refused(field):
     with pytest.raises(ValueError, match=f"{field} is 0; it must be at least 1"):
         Workload(**{"prompt_tokens": 1, "output_tokens": 1, "batch": 1, field: 0})
+
+
+def test_mla_prefill_expands_and_decode_does_not():
+    """In prefill MLA's K and V are expanded, 2 * heads * (nope + rope + v) per pair; a decode step reads the latent."""
+    deepseek = model("deepseek-v3")
+    pairs = cost.visible_pairs(new_tokens=100, context=100) * 61
+    assert cost.attention_flops(deepseek, new_tokens=100, context=100) == pairs * 2 * 128 * (128 + 64 + 128)
+    assert cost.attention_flops(deepseek, new_tokens=1, context=100) == 100 * 61 * 2 * 128 * (2 * 512 + 64)
+
+
+def test_a_tensor_split_cuts_kv_by_whole_heads():
+    from decodelab.arithmetic import planning
+
+    constants = Constants(weight_bytes_per_s=1e12, kv_bytes_per_s=1e12)
+    for name, heads in (("llama-2-70b", 8), ("deepseek-v3", 1), ("llama-2-7b", 32)):
+        base = {"context": 1000, "exchange_s": 0.0}
+        empty = planning.tensor_split_step(model(name), constants, devices=16, **{**base, "context": 0})
+        split = planning.tensor_split_step(model(name), constants, devices=16, **base)
+        assert split - empty == pytest.approx(cost.kv_bytes(model(name), context=1000) / 1e12 / min(16, heads))

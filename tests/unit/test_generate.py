@@ -93,9 +93,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     shared = seeded()
     assert len(set(sample(flat.expand(4, -1), drawn, generator=shared).tolist())) > 1  # four equal prompts, one seed: they differ
     mixed = sample_rows(
-        EIGHT.expand(3, -1),
-        [GREEDY, Sampling(temperature=1, top_k=3), Sampling(temperature=1, top_k=1)],
-        generators=[None, seeded(), seeded()],
+        EIGHT.expand(3, -1), [GREEDY, Sampling(temperature=1, top_k=3), Sampling(temperature=1, top_k=1)], generators=[None, seeded(), seeded()]
     )
     assert mixed.tolist()[::2] == [2, 2] and int(mixed[1]) in (2, 6, 7)
 
@@ -189,3 +187,43 @@ def test_golden_logits_on_one_and_two_threads():
         seen.append(prefill(model, [ids(9)], cache=model.new_cache(max_len=9)))
     torch.set_num_threads(threads)
     torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", ["hello", [1.7, 2.9], [[1, 2]], [None]])
+def test_a_prompt_is_a_list_of_ids(prompt):
+    with pytest.raises(ValueError, match="whole numbers"):
+        generate(decoder(LLAMA), prompt, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"max_tokens": 2.5}, "max_tokens is 2.5"), ({"max_tokens": "3"}, "max_tokens is '3'"), ({"chunk": -1}, "chunk is -1"), ({"chunk": 1.5}, "chunk is 1.5"),
+     ({"eos": "</s>"}, "end tokens are ids"), ({"eos": ["</s>"]}, "end tokens are ids"), ({"stop": "END"}, "detokenizer")],
+)  # fmt: skip
+def test_bad_arguments_are_refused_before_any_pass(wrong, said):
+    model = decoder(LLAMA)
+    cache = model.new_cache(max_len=20)
+    with pytest.raises(ValueError, match=said):
+        generate(model, ids(3), **{"max_tokens": 3, "cache": cache, **wrong})
+    assert cache.length == 0
+    with pytest.raises(ValueError, match="there is no prompt"):
+        prefill(model, [], cache=cache)
+
+
+def test_one_end_token_may_be_given_as_a_number():
+    model = decoder(LLAMA)
+    first = next(iter(generate(model, ids(3), max_tokens=1))).token
+    assert [step.finish for step in generate(model, ids(3), max_tokens=3, eos=first)] == ["stop"]
+    assert len(list(generate(model, ids(3), max_tokens=3, eos=None))) == 3
+
+
+@pytest.mark.parametrize("bad", [{"temperature": "1"}, {"temperature": None}, {"top_k": 2.5}, {"top_k": None}, {"top_p": None}])
+def test_settings_of_another_type_are_refused_by_name(bad):
+    name, value = next(iter(bad.items()))
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        Sampling(**bad)
+
+
+@pytest.mark.parametrize("tiny", [{"temperature": 1e-50}, {"temperature": 1.0, "top_p": 1e-50}])
+def test_settings_too_small_for_float32_still_choose_the_best(tiny):
+    assert int(sample(FOUR, Sampling(**tiny), generator=torch.Generator().manual_seed(0))) == 2

@@ -13,16 +13,7 @@ from decodelab.decoder.model import rotary_frequencies
 from decodelab.decoder.weights import LoadError, dequantise
 
 KIND = gguf.GGMLQuantizationType
-SHAPE = {
-    "n_layers": 2,
-    "hidden": 64,
-    "intermediate": 96,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 50,
-    "max_context": 32,
-}
+SHAPE = {"n_layers": 2, "hidden": 64, "intermediate": 96, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab_size": 50, "max_context": 32}
 LLAMA = ModelConfig(name="tiny", **SHAPE, rope_base=5e4, norm_eps=1e-6)
 GPT2 = ModelConfig(name="tiny", **{**SHAPE, "n_kv_heads": 4}, family="gpt2", gated_mlp=False, qkv_bias=True, attention_out_bias=True)
 NAMES = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output", "attention_norm": "attn_norm",
@@ -101,7 +92,9 @@ def write(path, tensors, config=LLAMA, *, kind=KIND.F32, arch=None, extra=(), le
                f"attention.{norm}": config.norm_eps, **dict(extra)}  # fmt: skip
     for key, value in numbers.items():
         if key not in leave_out:
-            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+            add = {str: writer.add_string, int: writer.add_int32, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}[
+                type(value)
+            ]
             add(f"{arch}.{key}", value)
     for name, value in tensors.items():
         if kind != KIND.F32 and value.ndim == 2:
@@ -151,9 +144,7 @@ def test_gpt2_with_fused_qkv(tmp_path):
     assert loaded.config.is_gpt2 and loaded.config.intermediate == 96
 
 
-@pytest.mark.parametrize(
-    ("kind", "tolerance"), [(KIND.F16, 1e-4), (KIND.BF16, 1e-3), (KIND.Q8_0, 1e-3), (KIND.Q4_0, 2e-2), (KIND.Q4_1, 1e-2)]
-)
+@pytest.mark.parametrize(("kind", "tolerance"), [(KIND.F16, 1e-4), (KIND.BF16, 1e-3), (KIND.Q8_0, 1e-3), (KIND.Q4_0, 2e-2), (KIND.Q4_1, 1e-2)])
 def test_every_supported_type(llama, tmp_path, kind, tolerance):
     """The error of each type at values of 0.02; half a step of a 4-bit block is about 0.005, of an 8-bit one 0.0003."""
     loaded = weights.load(write(tmp_path / "tiny.gguf", stored_tensors(llama, LLAMA), kind=kind))
@@ -193,6 +184,15 @@ def test_missing_and_unexpected_tensors(llama, tmp_path):
     ({"expert_count": 8}, "expert_count=8"),
     ({"rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
     ({"rope.dimension_count": 8}, "rotates 8 of 16"),
+    ({"rope.scale_linear": 2.0}, "rope.scale_linear=2.0 is not supported"),
+    ({"rope.scaling.factor": 4.0}, "rope.scaling.factor=4.0 is not supported"),
+    ({"attention.scale": 0.5}, "attention.scale=0.5 is not supported"),
+    ({"logit_scale": 2.0}, "logit_scale=2.0 is not supported"),
+    ({"embedding_scale": 2.0}, "embedding_scale=2.0 is not supported"),
+    ({"attention.causal": False}, "attention.causal=False is not supported"),
+    ({"feed_forward_length": -1}, "feed_forward_length is -1 and must be one number from 1"),
+    ({"rope.freq_base": float("nan")}, "rope.freq_base is nan and must be one number"),
+    ({"rope.freq_base": "5"}, "rope.freq_base is '5' and must be one number"),
     ({"attention.head_count_kv": [2, 4]}, r"attention.head_count_kv is \[2, 4\] and must be one number"),
 ])  # fmt: skip
 def test_what_the_metadata_may_not_ask_for(llama, tmp_path, extra, cause):
@@ -202,7 +202,7 @@ def test_what_the_metadata_may_not_ask_for(llama, tmp_path, extra, cause):
 def test_architecture_and_missing_keys(llama, tmp_path):
     tensors = stored_tensors(llama, LLAMA)
     refused("architecture 'qwen3' is not supported; supported: gpt2, llama", write(tmp_path / "a.gguf", tensors, arch="qwen3"))
-    refused("lacks 'block_count'", write(tmp_path / "b.gguf", tensors, leave_out=("block_count",)))
+    refused("block_count is absent", write(tmp_path / "b.gguf", tensors, leave_out=("block_count",)))
 
 
 def test_llama_3_scaling_comes_from_rope_freqs(llama, tmp_path):
@@ -215,8 +215,23 @@ def test_llama_3_scaling_comes_from_rope_freqs(llama, tmp_path):
     loaded = weights.load(write(tmp_path / "a.gguf", {**tensors, "rope_freqs.weight": factors}, **options))
     assert loaded.config.rope_scaling == rule
     assert torch.allclose(loaded.inverse_wavelengths, scaled)
-    factors[-1] = 3.0
-    refused("not Llama 3's rule", write(tmp_path / "b.gguf", {**tensors, "rope_freqs.weight": factors}, **options))
+    for i, value in enumerate((3.0, float("nan"), float("inf"))):
+        factors[-1] = value
+        refused("not Llama 3's rule", write(tmp_path / f"b{i}.gguf", {**tensors, "rope_freqs.weight": factors}, **options))
+    refused("not Llama 3's rule", write(tmp_path / "c.gguf", {**tensors, "rope_freqs.weight": factors[:4] * 0}, **options))
+
+
+@pytest.mark.parametrize(("old", "new", "cause"), [
+    (b"llama.block_count", b"llama.block_\xffount", "not a readable GGUF file .*utf-8"),
+    (b"a name", b"a\xffname", "not a readable GGUF file .*utf-8"),
+    (b"token_embd.weight\x02\0\0\0\x40\0\0\0\0\0\0\0", b"token_embd.weight\x02\0\0\0" + b"\xff" * 8, "not a readable|ends before"),
+])  # fmt: skip
+def test_flipped_bytes(llama, tmp_path, old, new, cause):
+    path = write(tmp_path / "a.gguf", stored_tensors(llama, LLAMA), extra={"note": "a name"}.items())
+    whole = path.read_bytes()
+    assert whole.count(old) == 1
+    path.write_bytes(whole.replace(old, new))
+    refused(cause, path)
 
 
 # Files that are not GGUF.

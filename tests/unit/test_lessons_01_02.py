@@ -116,13 +116,7 @@ def unrolled(loaded, prompt):
     held = loaded.new_cache(max_len=len(prompt) + 4)
     token = generate.prefill(loaded, [prompt], cache=held).argmax(-1)
     before = held.copy()
-    names = {
-        "torch": torch,
-        "model": loaded,
-        "held": held,
-        "token": token,
-        "step": experiments.Ledger(loaded, held),
-    }
+    names = {"torch": torch, "model": loaded, "held": held, "token": token, "step": experiments.Ledger(loaded, held)}
     exec(notebook_cells("02_kv_cache.ipynb")["step"][1], names)
     return names, generate.decode_step(loaded, token, cache=before), before
 
@@ -333,10 +327,7 @@ def test_what_lesson_02_says_of_numbers():
     stored = {name: cost.kv_bytes_per_token(model(name)) for name in names}
     size = {name: cost.parameters(model(name)) for name in names}
     assert min(stored, key=stored.get) == "deepseek-v3" == max(size, key=size.get)
-    assert max(stored, key=stored.get) == "llama-2-7b" and sorted(size, key=size.get)[:2] == [
-        "llama-2-7b",
-        "llama-3.1-8b",
-    ]
+    assert max(stored, key=stored.get) == "llama-2-7b" and sorted(size, key=size.get)[:2] == ["llama-2-7b", "llama-3.1-8b"]
     gemma = model("gemma-3-27b")
     assert gemma.windowed_layers > gemma.n_layers / 2  # "most layers windowed"
     llama = model("llama-3.1-8b")

@@ -15,9 +15,7 @@ from decodelab.measuring import experiments
 from decodelab.teaching import plots, predictions, widgets
 from tiny import GPT2, LLAMA, decoder
 
-HERE = Machine(
-    processor="test", threads=2, torch="0", device="cpu", system="test", memory_bytes=8 * 10**9, last_level_cache_bytes=1000, load=None
-)
+HERE = Machine(processor="test", threads=2, torch="0", device="cpu", system="test", memory_bytes=8 * 10**9, last_level_cache_bytes=1000, load=None)
 CARD = Card(machine=HERE, dtype="float32", path="eager", read_bytes_per_s=40e9, copy_bytes_per_s=40e9, matvec_bytes_per_s=20e9,
             kv_read_bytes_per_s=25e9, kv_read_grouped_bytes_per_s=15e9, gemm_flops_per_s=100e9, step_overhead_s=1e-4, layer_overhead_s=1e-4,
             per_row_s=1e-5, measured_at="2026-01-01T00:00:00+00:00", seconds=1.0)  # fmt: skip
@@ -89,9 +87,7 @@ def test_batch_sweep_puts_the_formula_beside_each_batch():
     four = result.points[1]
     formats = {"weight_bytes_per_value": 4, "kv_bytes_per_value": 4}
     assert four.predicted_s == cost.step_time(WIDE, CARD.constants(WIDE), context=32, batch=4, **formats)
-    assert four.bytes_per_step == cost.weight_bytes_per_step(WIDE, dtype_bytes=4, batch=4) + 4 * cost.kv_bytes(
-        WIDE, context=32, dtype_bytes=4
-    )
+    assert four.bytes_per_step == cost.weight_bytes_per_step(WIDE, dtype_bytes=4, batch=4) + 4 * cost.kv_bytes(WIDE, context=32, dtype_bytes=4)
     assert result.ridge_batch == experiments.ridge_batch(WIDE, CARD)
 
 
@@ -124,9 +120,7 @@ def test_the_area_of_the_figure_is_the_formulas():
 def test_held_bytes_start_early_or_late():
     def run(prompt, output):
         steps = [StepRecord(phase="decode" if n else "prefill", context=prompt + n, seconds=1.0) for n in range(output)]
-        return Run(
-            model="m", machine=HERE, dtype="float32", path="eager", batch=1, prompt_tokens=prompt, warmup_steps=3, steps=tuple(steps)
-        )
+        return Run(model="m", machine=HERE, dtype="float32", path="eager", batch=1, prompt_tokens=prompt, warmup_steps=3, steps=tuple(steps))
 
     _, ax = plots.axes()
     plots.held([("late", run(2, 5)), ("early", run(5, 2))], token_bytes=10**6, ax=ax)
@@ -314,9 +308,7 @@ def test_05_batching_comes_closer_to_free_when_contexts_are_short():
 def test_05_a_full_memory_holds_about_seven_times_the_weights():
     for context in (1_000, 4_000, 10_099, 32_000, 128_000):
         fits = planning.sequences_that_fit(LLAMA_8B, memory_bytes=141e9, context=context)
-        assert fits * cost.kv_bytes(LLAMA_8B, context=context) / cost.weight_bytes_per_step(LLAMA_8B, batch=fits) == pytest.approx(
-            7, abs=0.5
-        )
+        assert fits * cost.kv_bytes(LLAMA_8B, context=context) / cost.weight_bytes_per_step(LLAMA_8B, batch=fits) == pytest.approx(7, abs=0.5)
     assert planning.sequences_that_fit(LLAMA_8B, memory_bytes=141e9, context=10_099) == 83 < planning.ridge_batch(LLAMA_8B, FLOOR)
 
 

@@ -160,14 +160,11 @@ def test_an_agents_times_are_the_formulas():
     assert kept[2].prefill_s == cost.prefill_time(GPT2, SLOW, Workload(prompt_tokens=6, output_tokens=3), cached=20)
     assert kept[0] == again[0] and kept[2].prefill_s < again[2].prefill_s
     decode, prefill = sum(turn.decode_s for turn in again), sum(turn.prefill_s for turn in again)
-    assert planning.decode_share(again) == pytest.approx(decode / (decode + prefill)) and planning.decode_share(
-        kept
-    ) > planning.decode_share(again)
+    assert planning.decode_share(again) == pytest.approx(decode / (decode + prefill)) and planning.decode_share(kept) > planning.decode_share(again)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"turns": 0}, "turns is 0"), ({"first_prompt": 0}, "prompt_tokens is 0"), ({"output": 0}, "output_tokens is 0")],
+    ("change", "message"), [({"turns": 0}, "turns is 0"), ({"first_prompt": 0}, "prompt_tokens is 0"), ({"output": 0}, "output_tokens is 0")]
 )
 def test_agents_that_cannot_be(change, message):
     with pytest.raises(ValueError, match=f"{message}; it must be at least 1"):
@@ -204,9 +201,7 @@ def test_balance_is_the_first_output_where_decode_leads(prompt):
 def test_balance_follows_batch_and_formats():
     """In a batch the weights are shared and prefill is not: decode needs more tokens to lead."""
     assert planning.balance_output(LLAMA, H200, prompt=5_000, batch=8) > planning.balance_output(LLAMA, H200, prompt=5_000)
-    assert planning.balance_output(LLAMA, H200, prompt=5_000, weight_bytes_per_value=0.5) > planning.balance_output(
-        LLAMA, H200, prompt=5_000
-    )
+    assert planning.balance_output(LLAMA, H200, prompt=5_000, weight_bytes_per_value=0.5) > planning.balance_output(LLAMA, H200, prompt=5_000)
     with pytest.raises(ValueError, match="prompt_tokens is 0"):
         planning.balance_output(LLAMA, H200, prompt=0)
 

@@ -119,13 +119,7 @@ def test_what_is_left_out_does_not_depend_on_the_speeds(report):
 
 def synthetic(constants: np.ndarray, **cells: str) -> dict[str, str]:
     """A row of an invented machine that runs exactly at `constants`."""
-    row = shipped()[0] | {
-        "hardware": "made up",
-        "hardware_name": "",
-        "framework": "made up",
-        "n_devices": "1",
-        "notes": "",
-    }
+    row = shipped()[0] | {"hardware": "made up", "hardware_name": "", "framework": "made up", "n_devices": "1", "notes": ""}
     row |= {"spec_bandwidth_gb_s": "1000", "tokens_per_s": "1", "tokens_per_s_is": "request", "includes_prefill": "no"}
     row |= cells
     return row | {"tokens_per_s": repr(float(1 / (published._parse(row).features @ constants)))}
@@ -282,3 +276,12 @@ def test_engine_constants_are_physical():
 def test_every_machine_has_an_engine_class(machine, name):
     assert published.engine_class(catalog.hardware(machine)) == name
     assert all(published.engine_class(row) in published.ENGINES for row in catalog.hardware_by_slug().values())
+
+
+def test_a_shipped_row_under_another_id_stays_out_of_its_own_fit(report):
+    """Rows are told apart by what they say, not by their id; an id that is there twice is refused."""
+    renamed = [{**row, "id": "x" + row["id"]} for row in shipped()]
+    again = published.validate(rows=renamed)
+    assert again["by_kind"]["decode_b1"]["median"] == pytest.approx(report["by_kind"]["decode_b1"]["median"], rel=1e-9)
+    with pytest.raises(published.MalformedRows, match="line 3: id m001 is there twice"):
+        published.validate(rows=[dict(shipped()[0]), dict(shipped()[0])])

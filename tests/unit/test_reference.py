@@ -122,9 +122,7 @@ def random_ids(vocabulary, rows, columns):
 
 
 def test_gpt2_logits(saved):
-    path, reference = saved(
-        GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=131, n_positions=64, initializer_range=0.2))
-    )
+    path, reference = saved(GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=131, n_positions=64, initializer_range=0.2)))
     for name, parameter in reference.named_parameters():  # transformers starts biases at zero and norms at one; real ones are not
         if name.endswith("bias") or "ln_" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)

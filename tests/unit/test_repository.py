@@ -143,6 +143,7 @@ def test_pins_live_in_one_place():
     assert lines[-1] == "-e ./lib[lab]"
     pins = dict(line.split("==") for line in lines[:-1])
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert f"conda activate {environment['name']}`" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert environment["dependencies"][0] == "python=3.11"
     assert environment["dependencies"][-1] == {"pip": ["-r requirements.txt"]}
     bounds = re.findall(r'^    "([\w-]+)>=', (ROOT / "lib" / "pyproject.toml").read_text(), re.MULTILINE)

@@ -60,11 +60,7 @@ def test_the_smollm_pre_tokenizer_takes_digits_first(smollm, reference):
 
 
 def test_chat_is_what_transformers_renders(smollm, reference):
-    messages = [
-        {"role": "user", "content": "Who are you?"},
-        {"role": "assistant", "content": "A model."},
-        {"role": "user", "content": "Ö <b>"},
-    ]
+    messages = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."}, {"role": "user", "content": "Ö <b>"}]
     for prompt in (True, False):
         text = reference.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         ids = smollm.chat(messages, add_generation_prompt=prompt)
@@ -76,7 +72,7 @@ def test_chat_is_what_transformers_renders(smollm, reference):
 # Files made for one question each. The vocabulary: 256 bytes, three merges, a start and an end token.
 
 
-def tiny_gguf(path, *, pre="gpt-2", model="gpt2", add_start=None, chat=None, leave_out=()):
+def tiny_gguf(path, *, pre="gpt-2", model="gpt2", add_start=None, chat=None, leave_out=(), extra=()):
     alphabet = list(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
     tokens = [*alphabet, "he", "hel", "<s>", "</s>", "12"]
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -87,6 +83,9 @@ def tiny_gguf(path, *, pre="gpt-2", model="gpt2", add_start=None, chat=None, lea
     for name, (add, value) in fields.items():
         if name not in leave_out and value is not None:
             add(value)
+    for name, value in dict(extra).items():
+        add = {str: writer.add_string, int: writer.add_int32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"tokenizer.{name}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -141,10 +140,36 @@ def test_llama_bpe_words_are_those_of_transformers(tmp_path):
     ({"leave_out": ("pre",)}, "pre-tokenizer None"),
     ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
     ({"leave_out": ("merges",)}, "KeyError: 'tokenizer.ggml.merges'"),
+    ({"leave_out": ("merges",), "extra": {"ggml.merges": ["x\ny z"]}}, "its tokenizer cannot be built"),
+    ({"leave_out": ("bos",), "extra": {"ggml.bos_token_id": 261}}, "start or end id is 261 and must be a whole number from 0 to 260"),
+    ({"leave_out": ("eos",), "extra": {"ggml.eos_token_id": -1}}, "start or end id is -1"),
+    ({"leave_out": ("eos",), "extra": {"ggml.eos_token_id": "2"}}, "start or end id is '2'"),
+    ({"leave_out": ("types",), "extra": {"ggml.token_type": 1}}, "token_type is 1 and must be a list of 261"),
+    ({"leave_out": ("types",), "extra": {"ggml.token_type": [1, 3]}}, "token_type is [1, 3] and must be a list of 261"),
+    ({"leave_out": ("add",), "extra": {"ggml.add_bos_token": 1}}, "add_bos_token is 1 and must be true or false"),
+    ({"extra": {"chat_template": 5}}, "chat_template is 5 and must be text"),
 ])  # fmt: skip
 def test_vocabularies_that_are_refused(tmp_path, options, cause):
-    with pytest.raises(LoadError, match=re.escape(cause)):
+    with pytest.raises(LoadError, match=re.escape(cause)) as caught:
         load_tokenizer(tiny_gguf(tmp_path / "a.gguf", **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_text_or_not_an_id(tmp_path):
+    tokenizer = load_tokenizer(tiny_gguf(tmp_path / "a.gguf", chat="{{ messages[0]['content'] }}"))
+    for value in (None, b"a", "a\ud800", ["a"]):
+        with pytest.raises(ValueError, match="text is .* and must be a str without lone surrogates"):
+            tokenizer.encode(value)
+        with pytest.raises(ValueError, match="(message|text) is .* and must be"):
+            tokenizer.chat([{"role": "user", "content": value}])
+    for messages in (None, "hi", ["hi"], {"role": "user"}):
+        with pytest.raises(ValueError, match="message is .* and must be {'role'"):
+            tokenizer.chat(messages)
+    stream = tokenizer.stream()
+    for value in (-1, 261, 2**40, 1.5, "a"):
+        with pytest.raises(ValueError, match="token id is .* and must be a whole number from 0 to 260"):
+            stream.push(value)
+    assert stream.push(257) == tokenizer.decode([257]) == "hel"
 
 
 # Hugging Face folders.
@@ -198,9 +223,29 @@ def test_templates_in_a_folder(folder):
         load_tokenizer(folder).chat([])
 
 
+@pytest.mark.parametrize(("file", "text", "cause"), [
+    ("tokenizer_config.json", b'{"bos_token": 5}', "bos_token is 5 and must be text"),
+    ("tokenizer_config.json", b'{"eos_token": {"id": 5}}', "eos_token is {'id': 5} and must be text"),
+    ("tokenizer_config.json", b'{"bos_token": "<|im_start|>", "add_bos_token": "yes"}', "add_bos_token is 'yes'"),
+    ("tokenizer_config.json", b'{"chat_template": [{"template": "hi"}]}', "KeyError: 'name'"),
+    ("tokenizer_config.json", b'{"chat_template": 5}', "chat_template is 5 and must be text"),
+    ("generation_config.json", b'{"eos_token_id": "2"}', "start or end id is '2' and must be a whole number"),
+    ("generation_config.json", b'{"eos_token_id": [2, 49152]}', "start or end id is 49152"),
+    ("chat_template.jinja", b"\xff", "UnicodeDecodeError"),
+])  # fmt: skip
+def test_a_folder_s_wrong_settings(folder, file, text, cause):
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}')
+    if file == "tokenizer_config.json":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / file).write_bytes(text)
+    with pytest.raises(LoadError, match=re.escape(cause)) as caught:
+        load_tokenizer(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
 def test_a_folder_without_a_usable_tokenizer(folder, tmp_path):
     (folder / "tokenizer.json").write_text("version https://git-lfs")
-    with pytest.raises(LoadError, match="not a tokenizer file"):
+    with pytest.raises(LoadError, match="its tokenizer cannot be built"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(LoadError, match="no tokenizer.json"):
@@ -250,6 +295,8 @@ DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = 
 
 @pytest.mark.parametrize(("text", "cause"), [
     ("{{ 'a' * 1000000000 }}", "asks for \\* on values of size 1 and 1e\\+09"),
+    ("{{ [1] * 3000000 }}", "asks for"),
+    ("{{ 3000000 * 'a' }}", "asks for"),
     ("{{ 10 ** 10 }}", "asks for \\*\\*"),
     ("{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}", "more than 2,000,000 characters"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
@@ -289,6 +336,9 @@ def test_what_honest_templates_use():
             "{{ '-' * 3 }}{% for i in [1, 2] %}{% break %}{% endfor %}")  # fmt: skip
     messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "né"}]
     assert render(text, {"messages": messages, "bos_token": "<s>", "tools": None}) == '<s>USER: hi\nASSISTANT: né\n{"a": "é"}---'
+    assert render("{{ 3000*1000 }} {{ 1.5 * 2 }}{% generation %}a{%- endgeneration -%} {{ 'b' }}", {}) == "3000000 3.0ab"
+    options = "ensure_ascii=true, separators=(',', ':'), sort_keys=true, indent=none"
+    assert render("{{ {'b': 1, 'a': 'é'} | tojson(%s) }}" % options, {}) == '{"a":"\\u00e9","b":1}'  # noqa: UP031
     assert re.fullmatch(r"\d{4}", render("{{ strftime_now('%Y') }}", {}))
 
 

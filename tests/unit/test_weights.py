@@ -18,6 +18,7 @@ from decodelab.decoder.weights import LoadError
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 97, "n_positions": 48, "initializer_range": 0.2}
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
          "vocab_size": 97, "max_position_embeddings": 64, "initializer_range": 0.2}  # fmt: skip
+RULE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +206,8 @@ def safetensors_file(path, header, data=b""):
     (struct.pack("<Q", 4) + b"abcd" * 4, "not a safetensors header"),
     (struct.pack("<Q", 2) + b"[]", "not a safetensors header"),
     (struct.pack("<Q", 14) + b'{"a": {"b": 1}', "not a safetensors header"),
+    (struct.pack("<Q", 99_999) + b"[" * 99_999, "not a safetensors header"),
+    (struct.pack("<Q", 43) + b'{"a": {"dtype": 5, "data_offsets": [0, 0]}}', "type 5 are not read"),
 ])  # fmt: skip
 def test_b078_what_is_there_instead_of_weights(llama_source, tmp_path, content, cause):
     path = changed(llama_source, tmp_path)
@@ -269,10 +272,27 @@ def test_paths_that_hold_no_model(llama_source, tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     refused("not a .gguf file and not a folder", weights.load, tmp_path / "notes.txt")
     object_expected = "not readable as a JSON object"
-    for text, cause in (("{", object_expected), ("[]", object_expected), ('{"model_type": "llama"}', "lacks 'num_hidden_layers'")):
+    for text, cause in (
+        ("{", object_expected),
+        ("[]", object_expected),
+        ('{"a":' * 9999, object_expected),
+        ('{"model_type": "llama"}', "num_hidden_layers is absent"),
+    ):
         (tmp_path / "config.json").write_text(text)
         refused(cause, weights.load, tmp_path)
     assert torch.equal(weights.load(llama_source / "model.safetensors").embed.weight, weights.load(llama_source).embed.weight)
+
+
+@pytest.mark.parametrize(("name", "cause"), [
+    ("other.safetensors", "not a .gguf file and not a folder"), ("absent/model.safetensors", "no such file"), ("absent.safetensors", "no such file"),
+    ("folder.gguf", "no config.json"), ("x" * 5000, "empty, too long or not a path"), ("~nobody-here/m", "empty, too long or not a path"),
+    ("", "empty, too long"), (" ", "empty, too long"), (None, "empty, too long"),
+])  # fmt: skip
+def test_names_that_mean_no_file(tmp_path, monkeypatch, name, cause):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.safetensors").touch()
+    (tmp_path / "folder.gguf").mkdir()
+    refused(cause, weights.load, name)
 
 
 # Configs that ask for something else.
@@ -283,16 +303,36 @@ def test_paths_that_hold_no_model(llama_source, tmp_path):
     ({"attention_bias": True}, "attention_bias=True is not supported"),
     ({"mlp_bias": True}, "mlp_bias=True is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported; supported: default, llama3"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope type 'yarn' with \['factor'\] is not supported; supported: default, llama3"),
     ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 rope scaling lacks 'low_freq_factor'"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 rope scaling lacks or misstates 'low_freq_factor'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rule for all layers"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
-    ({"num_hidden_layers": 10**9}, "1,000,000,000 layers and the file 21 tensors"),
+    ({"num_hidden_layers": 10**9}, "1,000,000,000 layers of up to 32 x 97 values and the file 21 tensors"),
     ({"hidden_size": 32.0}, "hidden_size is 32.0 and must be one number"),
     ({"hidden_size": "32"}, "hidden_size is '32' and must be one number"),
-    ({"num_attention_heads": 0}, "every size must be at least 1"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0 and must be one number from 1 to 2,147,483,647"),
+    ({"intermediate_size": -1}, "intermediate_size is -1"),
+    ({"vocab_size": 1e30}, "vocab_size is 1e\\+30"),
+    ({"vocab_size": 10**30}, "vocab_size is 1000"),
+    ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "2,147,483,647 x 2,147,483,647 values"),
+    ({"head_dim": 7}, "head_dim is 7 and must be one even number"),
+    ({"head_dim": 2**30}, "head_dim is 1073741824"),
+    ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps is -1 and must be one number from 0.0"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    *(({"rope_parameters": {"rope_theta": value}}, "rope_theta is .* must be one number") for value in (True, "1e4", None, 0, -1.0, float("inf"))),
+    ({"rope_parameters": [1]}, r"rope type \[1\] .*supported"),
+    ({"rope_parameters": {"factor": 2.0}}, r"rope type 'default' with \['factor'\]"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+    ({"rope_parameters": {**RULE, "attention_factor": 2.0}}, r"rope type 'llama3' with \['attention_factor'\]"),
+    *(({"rope_parameters": {**RULE, key: value}}, f"misstates .*'{key}': .* it needs numbers") for key, value in (
+        ("factor", 0.5), ("factor", "8"), ("factor", True), ("low_freq_factor", 0), ("low_freq_factor", 4.0), ("high_freq_factor", float("nan")))),
+    ({"rope_parameters": {**RULE, "original_max_position_embeddings": 0}}, "misstates .*'original_max_context': 0"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention' is not supported"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
 ])  # fmt: skip
 def test_what_a_config_may_not_ask_for(llama_source, tmp_path, change, cause):
     path = changed(llama_source, tmp_path, config=lambda c: c.update(change))
@@ -315,6 +355,8 @@ def test_rope_scaling_as_transformers_4_and_5_write_it():
     assert (five.rope_base, five.rope_scaling.factor, five.rope_scaling.original_max_context) == (5e5, 8.0, 32)
     assert (read().rope_base, read().rope_scaling) == (10_000.0, None)
     assert read(head_dim=24).head_dim == 24 and read().head_dim == 8
+    assert read(rms_norm_eps=0).norm_eps == 0 and read(rope_theta=500_000, layer_types=["full_attention"] * 2).rope_base == 5e5
+    assert read(rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 2e4}).rope_base == 2e4
     assert read(rms_norm_eps=1e-5).norm_eps == 1e-5 and read().norm_eps == 1e-6
 
 
@@ -350,12 +392,7 @@ def test_b099_a_model_that_does_not_fit_is_refused_before_it_is_allocated(monkey
     monkeypatch.setattr(weights, "free_memory_bytes", lambda device: 4 << 30)
     made = []
     monkeypatch.setattr(weights.Decoder, "to_empty", lambda self, device, **options: made.append(str(device)))
-    refused(
-        "Llama-3.1-8B in bfloat16 needs 1.*GiB and 4.000 GiB is free on cpu",
-        weights.random,
-        catalog.model("llama-3.1-8b"),
-        dtype="bfloat16",
-    )
+    refused("Llama-3.1-8B in bfloat16 needs 1.*GiB and 4.000 GiB is free on cpu", weights.random, catalog.model("llama-3.1-8b"), dtype="bfloat16")
     assert made == ["meta"]
 
 

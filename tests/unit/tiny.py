@@ -8,9 +8,7 @@ from decodelab.decoder.model import Decoder
 
 GPT2 = ModelConfig(name="tiny-gpt2", family="GPT-2", n_layers=2, hidden=32, intermediate=64, n_heads=4, n_kv_heads=4, head_dim=8, vocab_size=64,
                    max_context=64, tied_embeddings=True, gated_mlp=False, attention="MHA")  # fmt: skip
-LLAMA = ModelConfig(
-    name="tiny-llama", n_layers=2, hidden=32, intermediate=48, n_heads=6, n_kv_heads=2, head_dim=8, vocab_size=64, max_context=64
-)
+LLAMA = ModelConfig(name="tiny-llama", n_layers=2, hidden=32, intermediate=48, n_heads=6, n_kv_heads=2, head_dim=8, vocab_size=64, max_context=64)
 
 
 def decoder(config: ModelConfig, *, seed: int = 0) -> Decoder:

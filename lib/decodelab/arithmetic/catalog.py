@@ -31,6 +31,11 @@ class RopeScaling:
     high_freq_factor: float
     original_max_context: int
 
+    def __post_init__(self) -> None:
+        numbers = all(type(value) in (int, float) and 0 < value < 1e30 for value in vars(self).values())
+        if not numbers or self.factor < 1 or self.low_freq_factor >= self.high_freq_factor or self.original_max_context < 1:
+            raise ValueError(f"{str(vars(self))[:200]}: it needs numbers, factor >= 1, 0 < low < high, original context >= 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -79,8 +84,10 @@ class ModelConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.name}: {self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly; "
                              "make n_heads a multiple of n_kv_heads")  # fmt: skip
-        if self.windowed_layers > self.n_layers:
-            raise ValueError(f"{self.name}: {self.windowed_layers} windowed layers of {self.n_layers}")
+        if self.windowed_layers > self.n_layers or (self.windowed_layers and not self.window):
+            raise ValueError(f"{self.name}: {self.windowed_layers} windowed layers of {self.n_layers}, window {self.window}")
+        if self.moe_experts_active > self.moe_experts_total:
+            raise ValueError(f"{self.name}: {self.moe_experts_active} active experts of {self.moe_experts_total}")
 
     @property
     def is_gpt2(self) -> bool:
@@ -110,7 +117,6 @@ class Hardware:
     fp32_flops_per_s: float | None = None
     bf16_fp16_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
-    int8_flops_per_s: float | None = None
     tdp_w: float | None = None
     source: str = ""
 
@@ -134,8 +140,10 @@ class Workload:
     def __post_init__(self) -> None:
         for name, value, least in (("prompt_tokens", self.prompt_tokens, 1), ("output_tokens", self.output_tokens, 1),
                                    ("batch", self.batch, 1)):  # fmt: skip
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            if value < least or value != int(value):
+                raise ValueError(f"{name} is {value}; it must be at least {least}, and whole")
+        if min(self.weight_bytes_per_value, self.kv_bytes_per_value) <= 0:
+            raise ValueError(f"bytes per value are {self.weight_bytes_per_value} and {self.kv_bytes_per_value}; they must be above 0")
 
     @property
     def slots(self) -> int:
@@ -193,8 +201,7 @@ def _hardware(row: dict[str, str]) -> Hardware:
     return Hardware(name=row["name"], vendor=row["vendor"], kind=row["kind"], memory_gb=_number(row["memory_gb"]),
                     bandwidth_bytes_per_s=float(row["bandwidth_gb_s"]) * 1e9, tdp_w=_number(row["tdp_w"]), source=row["source"],
                     **{f"{peak}_flops_per_s": _number(row[column], 1e12) for peak, column in
-                       (("fp32", "fp32_tflops"), ("bf16_fp16", "bf16_fp16_tflops"), ("fp8", "fp8_tflops"),
-                        ("int8", "int8_tops"))})  # fmt: skip
+                       (("fp32", "fp32_tflops"), ("bf16_fp16", "bf16_fp16_tflops"), ("fp8", "fp8_tflops"))})  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -216,7 +223,9 @@ def _names(kind: str) -> dict[str, str]:
     names = {key: key for key in rows}
     if kind == "hardware":
         names |= {key.removeprefix(f"{slug(row.vendor)}-"): key for key, row in rows.items()}
-    return names | {slug(row["alias"]): slug(row["name"]) for row in read_table("aliases.csv") if row["kind"] == kind}
+    aliases = {slug(row["alias"]): slug(row["name"]) for row in read_table("aliases.csv") if row["kind"] == kind}
+    vendors = {f"{slug(rows[key].vendor)}-{alias}": key for alias, key in aliases.items()} if kind == "hardware" else {}
+    return vendors | names | aliases
 
 
 def _resolve(kind: str, name: str) -> str:

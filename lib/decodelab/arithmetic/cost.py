@@ -193,11 +193,16 @@ def _layer_pairs(config: ModelConfig, *, new_tokens: int, context: int) -> int:
     return full + config.windowed_layers * visible_pairs(new_tokens=new_tokens, context=context, window=config.window)
 
 
-def _flops_per_pair(config: ModelConfig) -> int:
-    """QK and AV of one visible pair in one layer, over all query heads."""
-    if config.attention == "MLA":  # against the latent: scores over latent + rotary, values over the latent
-        return 2 * config.n_heads * (2 * config.kv_lora_rank + config.qk_rope_dim)
-    return 4 * config.query_width
+def _flops_per_pair(config: ModelConfig, *, decode: bool = True) -> int:
+    """QK and AV of one visible pair in one layer, over all query heads.
+
+    MLA decodes against the latent itself (scores over latent + rotary part, values over the latent); in prefill its K
+    and V are expanded, which is fewer FLOPs per pair.
+    """
+    c = config
+    if c.attention == "MLA":
+        return 2 * c.n_heads * (2 * c.kv_lora_rank + c.qk_rope_dim if decode else c.qk_nope_dim + c.qk_rope_dim + c.v_head_dim)
+    return 4 * c.query_width
 
 
 def attention_flops(config: ModelConfig, *, new_tokens: int, context: int) -> int:
@@ -209,7 +214,7 @@ def attention_flops(config: ModelConfig, *, new_tokens: int, context: int) -> in
     >>> attention_flops(model("gpt2"), new_tokens=1, context=1024)
     37748736
     """
-    return _layer_pairs(config, new_tokens=new_tokens, context=context) * _flops_per_pair(config)
+    return _layer_pairs(config, new_tokens=new_tokens, context=context) * _flops_per_pair(config, decode=new_tokens == 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,9 +284,7 @@ class Constants:
 def floor_constants(hardware: Hardware, *, dtype: str = "bfloat16") -> Constants:
     """The datasheet as constants: every byte at full bandwidth, every FLOP at the dense peak, no overhead."""
     peak = hardware.flops_per_s(dtype)
-    return Constants(
-        weight_bytes_per_s=hardware.bandwidth_bytes_per_s, kv_bytes_per_s=hardware.bandwidth_bytes_per_s, flops_per_s=peak or inf
-    )
+    return Constants(weight_bytes_per_s=hardware.bandwidth_bytes_per_s, kv_bytes_per_s=hardware.bandwidth_bytes_per_s, flops_per_s=peak or inf)
 
 
 def _weights_s(config: ModelConfig, constants: Constants, *, tokens: int, logit_rows: int, dtype_bytes: float) -> float:
@@ -296,8 +299,10 @@ def step_time(config: ModelConfig, constants: Constants, *, context: int, batch:
 
         c0 + c1*batch + max(weight_bytes/BW_w, weight_flops/peak) + max(kv_bytes/BW_kv, attention_flops/peak)
 
-    Taught in: lessons/03, labs/00.
+    Raises: ValueError for a batch below 1 or a negative context. Taught in: lessons/03, labs/00.
     """
+    if batch < 1 or context < 0:
+        raise ValueError(f"batch is {batch} and context {context}; batch must be at least 1 and context at least 0")
     weights = _weights_s(config, constants, tokens=batch, logit_rows=batch, dtype_bytes=weight_bytes_per_value)
     reads = batch * kv_bytes(config, context=context, dtype_bytes=kv_bytes_per_value) / constants.kv_bytes_per_s
     scores = batch * attention_flops(config, new_tokens=1, context=context) / constants.flops_per_s
@@ -316,9 +321,7 @@ class Growth:
         return self.a_s + self.b_s_per_token * context
 
 
-def growth(
-    config: ModelConfig, constants: Constants, *, batch: int = 1, weight_bytes_per_value: float = 2, kv_bytes_per_value: float = 2
-) -> Growth:
+def growth(config: ModelConfig, constants: Constants, *, batch: int = 1, weight_bytes_per_value: float = 2, kv_bytes_per_value: float = 2) -> Growth:
     """a and b of t(n) for this model on these constants; with windowed layers, b holds below the window.
 
     Taught in: lessons/03.
@@ -378,9 +381,7 @@ def request_time(config: ModelConfig, constants: Constants, workload: Workload) 
     w, steps = workload, workload.output_tokens - 1
     formats = {"batch": w.batch, "weight_bytes_per_value": w.weight_bytes_per_value, "kv_bytes_per_value": w.kv_bytes_per_value}
     ttft_s, last = prefill_time(config, constants, w), w.prompt_tokens + steps
-    per_pair_s = max(
-        kv_values_per_layer(config) * w.kv_bytes_per_value / constants.kv_bytes_per_s, _flops_per_pair(config) / constants.flops_per_s
-    )
+    per_pair_s = max(kv_values_per_layer(config) * w.kv_bytes_per_value / constants.kv_bytes_per_s, _flops_per_pair(config) / constants.flops_per_s)
     pairs = _layer_pairs(config, new_tokens=steps, context=last) if steps else 0
     decode_s = steps * step_time(config, constants, context=0, **formats) + w.batch * pairs * per_pair_s
     itl = [step_time(config, constants, context=n, **formats) if steps else None for n in (w.prompt_tokens + 1, last)]

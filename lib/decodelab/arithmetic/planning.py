@@ -6,16 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, nan
 
 from decodelab.arithmetic.catalog import ModelConfig, Workload
-from decodelab.arithmetic.cost import (
-    Constants,
-    kv_bytes,
-    parameters,
-    prefill_time,
-    request_time,
-    step_time,
-    weight_bytes_per_step,
-    weight_flops,
-)
+from decodelab.arithmetic.cost import Constants, kv_bytes, parameters, prefill_time, request_time, step_time, weight_bytes_per_step, weight_flops
 
 
 class DoesNotFit(ValueError):
@@ -29,9 +20,6 @@ def _at_least_one(**values: float) -> None:
             raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
-# --- capacity -----------------------------------------------------------------------------------------------------
-
-
 def sequences_that_fit(config: ModelConfig, *, memory_bytes: float, context: int, weight_bytes_per_value: float = 2, kv_bytes_per_value: float = 2,
                        reserved_fraction: float = 0.1) -> int:  # fmt: skip
     """Sequences of `context` tokens whose KV fits beside the weights: floor((memory * (1 - reserved) - weights) / KV of one).
@@ -40,6 +28,8 @@ def sequences_that_fit(config: ModelConfig, *, memory_bytes: float, context: int
     Taught in: lessons/05.
     """
     _at_least_one(context=context)
+    if not 0 <= reserved_fraction < 1:
+        raise ValueError(f"reserved_fraction is {reserved_fraction}; it must be from 0 to below 1")
     weights = parameters(config) * weight_bytes_per_value
     room = memory_bytes * (1 - reserved_fraction) - weights
     if room < 0:
@@ -48,23 +38,19 @@ def sequences_that_fit(config: ModelConfig, *, memory_bytes: float, context: int
     return int(room // kv_bytes(config, context=context, dtype_bytes=kv_bytes_per_value))
 
 
-# --- splitting a model over devices -------------------------------------------------------------------------------
-
-
 def tensor_split_step(config: ModelConfig, constants: Constants, *, devices: int, context: int, exchange_s: float, batch: int = 1,
                       weight_bytes_per_value: float = 2, kv_bytes_per_value: float = 2) -> float:  # fmt: skip
-    """Seconds of a step with every matrix cut over `devices`: 1/devices of the bytes each, two exchanges per layer.
+    """Seconds of a step with every matrix cut over `devices`: 1/devices of the weight bytes each, two exchanges per layer.
 
-        overhead + (weights + KV) / devices + 2 * n_layers * exchange_s
+        overhead + weights / devices + KV / min(devices, KV heads) + 2 * n_layers * exchange_s
 
-    Buys latency, until the exchanges eat it. Raises: ValueError for fewer than 1 device. Taught in: lessons/05.
+    KV is cut by whole heads, so beyond n_kv_heads devices (with MLA's one latent: beyond one) it is held twice. Buys latency, until the exchanges eat it. Raises: ValueError for fewer than 1 device. Taught in: lessons/05.
     """
     _at_least_one(devices=devices)
-    wide = replace(constants, weight_bytes_per_s=constants.weight_bytes_per_s * devices, kv_bytes_per_s=constants.kv_bytes_per_s * devices,
+    kv_parts = min(devices, 1 if config.attention == "MLA" else config.n_kv_heads)
+    wide = replace(constants, weight_bytes_per_s=constants.weight_bytes_per_s * devices, kv_bytes_per_s=constants.kv_bytes_per_s * kv_parts,
                    flops_per_s=constants.flops_per_s * devices)  # fmt: skip
-    step = step_time(
-        config, wide, context=context, batch=batch, weight_bytes_per_value=weight_bytes_per_value, kv_bytes_per_value=kv_bytes_per_value
-    )
+    step = step_time(config, wide, context=context, batch=batch, weight_bytes_per_value=weight_bytes_per_value, kv_bytes_per_value=kv_bytes_per_value)
     return step + (2 * config.n_layers * exchange_s if devices > 1 else 0.0)
 
 
@@ -81,9 +67,6 @@ def layer_split_step(config: ModelConfig, constants: Constants, *, devices: int,
     return step_time(config, constants, context=context, batch=batch, **formats) + (devices - 1) * hop_s
 
 
-# --- bounds -------------------------------------------------------------------------------------------------------
-
-
 def amdahl(share: float, *, speedup: float = inf) -> float:
     """How many times faster the whole gets when the part that is `share` of it becomes `speedup` times faster.
 
@@ -98,9 +81,6 @@ def amdahl(share: float, *, speedup: float = inf) -> float:
         raise ValueError(f"share is {share} and speedup {speedup}; share must be from 0 to 1 and speedup above 0")
     left = 1 - share + share / speedup
     return 1 / left if left else inf
-
-
-# --- reasoning, price, energy -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +120,6 @@ def token_price(*, prompt: int, output: int, dollars_per_million_in: float, doll
     """
     read, written = prompt * dollars_per_million_in, output * dollars_per_million_out
     return (read + written) / 1e6, written / (read + written)
-
-
-# --- agents -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +162,6 @@ def decode_share(turns: Sequence[Turn]) -> float:
     return decode / (decode + sum(turn.prefill_s for turn in turns))
 
 
-# --- where phases and roofs meet ----------------------------------------------------------------------------------
-
-
 def ridge_batch(config: ModelConfig, constants: Constants, *, weight_bytes_per_value: float = 2) -> float:
     """The batch at which a dense step's weight FLOPs take as long as reading its weights; KV left out.
 
@@ -222,6 +196,4 @@ def decode_shares(
 ) -> list[list[float]]:
     """Decode share of a request for each output (rows) and prompt (columns); nan where the model has too few positions."""
     works = [[Workload(prompt_tokens=prompt, output_tokens=output, **formats) for prompt in prompts] for output in outputs]
-    return [
-        [request_time(config, constants, work).decode_share if work.slots <= config.max_context else nan for work in row] for row in works
-    ]
+    return [[request_time(config, constants, work).decode_share if work.slots <= config.max_context else nan for work in row] for row in works]

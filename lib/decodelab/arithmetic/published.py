@@ -44,6 +44,7 @@ class PublishedRow:
     """One published decode speed. `features` are the seconds of its step per unit of START."""
 
     id: str
+    content: tuple[str, ...]  # what tells one measurement from another: every cell but id, source and notes
     kind: str
     group: tuple[str, str]
     hw_class: str
@@ -123,7 +124,8 @@ def _parse(raw: Mapping[str, str]) -> PublishedRow:
         read_s = [moved / (bandwidth * 1e9 * streams) for moved in (weights, kv)]
         features = START * (config.n_layers, *read_s, batch, config.n_layers * (streams > 1))
     group, batched = (raw["hardware_name"] or raw["hardware"], raw["framework"]), raw["tokens_per_s_is"] == "total"
-    return PublishedRow(id=raw["id"], kind=raw["kind"], group=group, hw_class=raw["hw_class"],
+    content = tuple(raw[column].strip() for column in COLUMNS if column not in ("id", "source", "notes"))
+    return PublishedRow(id=raw["id"], content=content, kind=raw["kind"], group=group, hw_class=raw["hw_class"],
                         traits=(raw["weight_format"], raw["source"], raw["n_devices"]), tokens_per_s=rate,
                         step_s=(batch if batched else 1) / rate, left_out=left_out, features=features)  # fmt: skip
 
@@ -134,6 +136,8 @@ def _parse_all(raws: Iterable[tuple[int, Mapping[str, str]]], *, name: str) -> l
     for line, raw in raws:
         try:
             rows.append(_parse(raw))
+            if rows[-1].id in {row.id for row in rows[:-1]}:
+                raise ValueError(f"id {rows[-1].id} is there twice")
         except ValueError as error:
             bad.append(f"line {line}: {error}")
     if bad or not rows:
@@ -197,7 +201,7 @@ def fit_others(groups: Mapping[tuple, Sequence[PublishedRow]], *, like: Publishe
 
 def fit_group(members: Sequence[PublishedRow], *, prior: np.ndarray, like: PublishedRow | None = None) -> np.ndarray:
     """Constants of a group near `prior`; for `like`, without that row, and rows that differ in a trait weigh less."""
-    rows = [row for row in members if like is None or row.id != like.id]
+    rows = [row for row in members if like is None or row.content != like.content]
     unlike = [sum(a != b for a, b in zip(row.traits, (like or row).traits, strict=True)) for row in rows]
     width = np.maximum(GROUP_WIDTH * prior, 0.05)
     return fit(rows, [UNLIKE**count for count in unlike], prior=prior, width=width, spread=GROUP_SPREAD)
@@ -281,7 +285,7 @@ ENGINES = {  # engine_class: Hardware.kind, hw_class, its decode rows (framework
 
 
 def engine_class(hardware: catalog.Hardware) -> str:
-    """The row of data/engines.csv for `hardware`; AMD GPUs, Gaudi and TPUs, which no row covers, take "datacenter"."""
+    """The row of data/engines.csv for `hardware`; what no row covers takes the nearest kind: Instinct, Gaudi and TPUs "datacenter"."""
     if hardware.kind in ("cpu", "soc"):
         return "cpu" if hardware.kind == "cpu" else "apple" if hardware.vendor == "Apple" else "unified"
     return "consumer" if re.search(r"\bRT?X\b", hardware.name) else "datacenter"

@@ -7,7 +7,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
 
@@ -98,9 +98,23 @@ class Card:
 
     @classmethod
     def from_json(cls, values: dict) -> "Card":
-        """Raises: ValueError naming the fields that are missing or unknown."""
+        """Raises: ValueError naming the fields that are missing, unknown, or no rate or time."""
         _require_fields(cls, values)
+        for name, value in values.items():
+            if name.endswith("_s") and not (
+                isinstance(value, (int, float)) and isfinite(value) and (value > 0 or not name.endswith("per_s") and value == 0)
+            ):
+                raise ValueError(f"{name} is {value!r} on the card")
         return cls(**{**values, "machine": Machine(**values["machine"])})
+
+
+def finite(value: object) -> object:
+    """`value` with every number that JSON cannot write (inf, nan) as None, through dictionaries and lists."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> str:
@@ -246,6 +260,8 @@ def utilisation(amount: float, seconds: float, rate: float, *, what: str = "byte
     >>> utilisation(2 * 4096**3, 0.03e-3, 990e12, what="FLOPs")[1]
     'impossible: 4.63 of the roof; the roof is stale, the FLOPs are miscounted, or the clock stopped early'
     """
+    if seconds <= 0 or rate <= 0:
+        raise ValueError(f"{amount:g} {what} in {seconds:g} s against {rate:g} per second: time and rate must be above 0")
     fraction = amount / seconds / rate
     if fraction > 1.05:
         return fraction, f"impossible: {fraction:.2f} of the roof; the roof is stale, the {what} are miscounted, or the clock stopped early"

@@ -3,6 +3,8 @@
 Bandwidth, traffic and FLOPs are decimal. GiB is for allocated capacity only.
 """
 
+from math import isfinite
+
 GB = 10**9
 GIB = 2**30
 
@@ -17,7 +19,7 @@ def significant(value: float, digits: int = 4) -> str:
     >>> significant(77.2997), significant(1342.0), significant(0.0031269)
     ('77.30', '1,342', '0.003127')
     """
-    if value != value or value in (float("inf"), float("-inf")):
+    if not isfinite(value):
         return "-"
     if value == 0:
         return "0"
@@ -25,10 +27,10 @@ def significant(value: float, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
-def _scaled(value: float, base: int, prefixes: tuple[str, ...]) -> tuple[float, str]:
-    """The value divided by the largest power of `base` that leaves at least 1 before the point."""
+def _scaled(value: float, base: int, prefixes: tuple[str, ...], digits: int) -> tuple[float, str]:
+    """The value divided by the largest power of `base` that leaves at least 1 before the point, as rounded to `digits`."""
     for prefix in prefixes[:-1]:
-        if abs(value) < base * (1 - 5e-5):
+        if not isfinite(value) or abs(value) < base * (1 - 0.5 / 10**digits):
             return value, prefix
         value /= base
     return value, prefixes[-1]
@@ -40,8 +42,8 @@ def format_bytes(value: float, digits: int = 4) -> str:
     >>> format_bytes(7e9 * 2), format_bytes(100e12 * 16 / 8)
     ('14.00 GB', '200.0 TB')
     """
-    scaled, prefix = _scaled(value, 1000, _DECIMAL)
-    return f"{int(value)} B" if not prefix and value == int(value) else f"{significant(scaled, digits)} {prefix}B"
+    scaled, prefix = _scaled(value, 1000, _DECIMAL, digits)
+    return f"{int(value)} B" if not prefix and isfinite(value) and value == int(value) else f"{significant(scaled, digits)} {prefix}B"
 
 
 def format_capacity(value: float, digits: int = 4) -> str:
@@ -50,12 +52,12 @@ def format_capacity(value: float, digits: int = 4) -> str:
     >>> format_capacity(83e9), format_capacity(7e9 * 2), format_capacity(100e12 * 16 / 8)
     ('77.30 GiB', '13.04 GiB', '181.9 TiB')
     """
-    scaled, unit = _scaled(value, 1024, _BINARY)
+    scaled, unit = _scaled(value, 1024, _BINARY, digits)
     return f"{significant(scaled, digits)} {unit}"
 
 
 def _format_scaled(value: float, unit: str, digits: int) -> str:
-    scaled, prefix = _scaled(value, 1000, _DECIMAL)
+    scaled, prefix = _scaled(value, 1000, _DECIMAL, digits)
     return f"{significant(scaled, digits)} {prefix}{unit}"
 
 
@@ -84,8 +86,8 @@ def format_seconds(value: float, digits: int = 3) -> str:
     >>> format_seconds(0.0031269), format_seconds(32.66), format_seconds(13e-6)
     ('3.13 ms', '32.7 s', '13.0 µs')
     """
-    if value == 0:
-        return "0 s"
+    if abs(value) < 1e-12 or not isfinite(value):
+        return f"{significant(value if not isfinite(value) else 0)} s"
     scale, unit = next(((s, u) for s, u in _SECONDS if abs(value) >= s * (1 - 5e-4)), _SECONDS[-1])
     return f"{significant(value / scale, digits)} {unit}"
 
@@ -96,7 +98,7 @@ def format_count(value: float) -> str:
     >>> format_count(124439808)
     '124,439,808'
     """
-    return f"{round(value):,}"
+    return f"{round(value):,}" if isfinite(value) else "-"
 
 
 def format_percent(fraction: float, digits: int = 3) -> str:

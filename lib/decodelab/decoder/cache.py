@@ -20,9 +20,7 @@ class ContextError(ValueError):
 class KVCache:
     """Contiguous K and V of `batch` rows, `max_len` slots each: one (B, K, max_len, H) tensor per layer for K, one for V."""
 
-    def __init__(
-        self, config: ModelConfig, *, max_len: int, batch: int = 1, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, config: ModelConfig, *, max_len: int, batch: int = 1, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32):
         if max_len < 1 or batch < 1:
             raise ValueError(f"a cache of max_len {max_len} and batch {batch} holds nothing; both must be at least 1")
         shape = (batch, config.n_kv_heads, max_len, config.head_dim)
@@ -53,8 +51,13 @@ class KVCache:
         """K and V bytes the next pass of `new_tokens` tokens reads, all rows: the valid slice with the new tokens in it."""
         return self.batch * (self.length + new_tokens) * self.bytes_per_token
 
-    def require_room(self, new_tokens: int) -> None:
-        """Raises ContextError, before anything is written, when `new_tokens` more do not fit."""
+    def require(self, config: ModelConfig, *, batch: int, new_tokens: int, dtype: torch.dtype) -> None:
+        """Raises ContextError, before anything is written, where this is another model's or batch's cache, or is too short."""
+        keys = self.keys[0]
+        held = (len(self.keys), self.batch, keys.shape[1], keys.shape[3], keys.dtype)
+        if held != (asked := (config.n_layers, batch, config.n_kv_heads, config.head_dim, dtype)):
+            raise ContextError(f"this cache is of (layers, batch, KV heads, head size, dtype) {held} and the pass of {asked}; "
+                               "make it with model.new_cache(max_len=..., batch=...)")  # fmt: skip
         if self.length + new_tokens > self.max_len:
             raise ContextError(f"{new_tokens} more tokens need {self.length + new_tokens} cache slots but the cache holds "
                                f"{self.max_len}. Make it with max_len={self.length + new_tokens}, or crop it.")  # fmt: skip
@@ -69,11 +72,18 @@ class KVCache:
     def place(self, positions: Tensor) -> Tensor:
         """Records the positions (B, T) of the columns about to be written; returns those of all columns, (B, S)."""
         if self.positions is None:
-            columns = torch.arange(self.max_len, device=positions.device)
-            self.positions = columns.repeat(self.batch, 1)
+            with torch.inference_mode(False):  # the cache outlives this pass
+                self.positions = torch.arange(self.max_len, device=positions.device).repeat(self.batch, 1)
         end = self.length + positions.shape[1]
         self.positions[:, self.length : end] = positions
         return self.positions[:, :end]
+
+    def next_positions(self) -> Tensor:
+        """The position of each row's next token, (B,): one past its last real column."""
+        if self.positions is None or not self.length:
+            return torch.full((self.batch,), self.length, device=self.keys[0].device)
+        known = self.positions[:, : self.length]
+        return known.masked_fill(known == PAD_POSITION, -1).amax(-1) + 1
 
     def advance(self, new_tokens: int) -> None:
         """Makes the appended tokens valid. Called once per pass."""

@@ -6,6 +6,7 @@ further token costs one decode step, and a request of `new` tokens needs prompt 
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Literal, Protocol
 
 import torch
@@ -45,15 +46,15 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, cache: KVCache,
     Prompts of unequal length are padded on the right; padding is never visible. `chunk` splits the pass.
     Raises: ValueError for an empty prompt or an id outside the vocabulary, ContextError where they do not fit.
     """
-    _check_prompts(model, prompts)
-    width = max(map(len, prompts))
-    cache.require_room(width)
+    prompts = _checked(model, prompts, chunk)
+    width, even = max(map(len, prompts)), len({len(prompt) for prompt in prompts}) == 1 and cache.positions is None
+    cache.require(model.config, batch=len(prompts), new_tokens=width, dtype=model.dtype)
     ids = torch.zeros((len(prompts), width), dtype=torch.long)
     positions = torch.full_like(ids, PAD_POSITION)
-    for row, prompt in enumerate(prompts):
+    for row, (prompt, start) in enumerate(zip(prompts, cache.next_positions().tolist(), strict=True)):
         ids[row, : len(prompt)] = torch.tensor(prompt)
-        positions[row, : len(prompt)] = torch.arange(cache.length, cache.length + len(prompt))
-    even = len({len(prompt) for prompt in prompts}) == 1
+        positions[row, : len(prompt)] = torch.arange(start, start + len(prompt))
+    model.require_positions(positions)
     return _prefill_chunks(model, ids.to(model.device), None if even else positions.to(model.device), cache, chunk or width,
                            ends=[len(prompt) - 1 for prompt in prompts])  # fmt: skip
 
@@ -78,15 +79,7 @@ def decode_step(model: Decoder, tokens: Tensor, *, cache: KVCache) -> Tensor:
 
     Reads each weight once and every cached K and V once, whatever the batch.
     """
-    if cache.positions is None:
-        return model(tokens[:, None], cache=cache)
-    return model(tokens[:, None], cache=cache, positions=next_positions(cache)[:, None])
-
-
-def next_positions(cache: KVCache) -> Tensor:
-    """The position of each row's next token, (B,): one past its last real column."""
-    known = cache.positions[:, : cache.length]
-    return known.masked_fill(known == PAD_POSITION, -1).amax(-1) + 1
+    return model(tokens[:, None], cache=cache)
 
 
 def generate(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: KVCache | None = None, sampling: Sampling = GREEDY,
@@ -97,11 +90,15 @@ def generate(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: K
     `eos=()` ignores every end token. `stop` strings need a `detokenizer`. All checks are made before any forward pass.
     Raises: ContextError where prompt + max_tokens - 1 slots do not fit, ValueError for other bad arguments.
     """
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be 0 or more")
+    if not isinstance(max_tokens, int) or max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number of 0 or more")
+    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    if not all(isinstance(token, int) for token in eos):
+        raise ValueError(f"eos is {eos}; end tokens are ids, such as tokenizer.end_ids")
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if stop and detokenizer is None:
         raise ValueError("stop strings need detokenizer=tokenizer.stream(), to turn tokens into text")
-    _check_prompts(model, [prompt])
+    (prompt,) = _checked(model, [prompt], chunk)
     held = cache.length if cache is not None else 0
     slots = held + len(prompt) + max(max_tokens, 1) - 1
     limit = min(cache.max_len if cache is not None else slots, model.config.max_context)
@@ -109,27 +106,32 @@ def generate(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: K
         raise ContextError(_no_room(held + len(prompt), max_tokens, slots, limit, model, cache))
     if max_tokens == 0:
         return iter(())
+    if cache is not None:
+        cache.require(model.config, batch=1, new_tokens=slots - held, dtype=model.dtype)
     cache = cache if cache is not None else model.new_cache(max_len=slots)
-    return _steps(model, prompt, max_tokens, cache, sampling, generator, frozenset(eos), StopStrings(stop), detokenizer, chunk)
+    return _steps(model, prompt, max_tokens, cache, sampling, generator, eos, StopStrings(stop), detokenizer, chunk)
 
 
 def _steps(model, prompt, max_tokens, cache, sampling, generator, eos, stops, detokenizer, chunk) -> Iterator[Step]:  # noqa: ANN001
     """The loop behind `generate`: choose a token, tell the caller, pay for the next pass only if there is one."""
     logits, phase = prefill(model, [prompt], cache=cache, chunk=chunk), "prefill"
-    for index in range(max_tokens):
+    for number in range(max_tokens):
+        length = cache.length
         tokens = sample(logits, sampling, generator=generator)  # (1,)
         token = int(tokens)
         text, finish = stops.feed(detokenizer.push(token) if detokenizer and token not in eos else ""), None
         if token in eos or stops.found:
             finish = "stop"
-        elif index == max_tokens - 1:
+        elif number == max_tokens - 1:
             finish = "length"
         if finish and detokenizer and not stops.found:
             text += stops.feed(detokenizer.flush()) + stops.flush()
             finish = "stop" if stops.found else finish
-        yield Step(index=index, phase=phase, token=token, context=cache.length, text=text if detokenizer else None, finish=finish)
+        yield Step(index=number, phase=phase, token=token, context=cache.length, text=text if detokenizer else None, finish=finish)
         if finish:
             return
+        if cache.length != length:
+            raise RuntimeError(f"the cache went from {length} to {cache.length} tokens under this generator; give each request its own cache")
         logits, phase = decode_step(model, tokens, cache=cache), "decode"
 
 
@@ -163,22 +165,28 @@ class StopStrings:
         return text
 
 
-def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
+def _checked(model: Decoder, prompts: Sequence[Sequence[int]], chunk: int | None) -> list[list[int]]:
+    """The prompts as lists of ids. Raises: ValueError for what is no prompt, naming it."""
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk is {chunk!r}; it must be at least 1, or None for the whole prompt")
+    if not len(prompts):
+        raise ValueError("there is no prompt; give at least one list of token ids")
+    try:
+        lists = [[index(token) for token in prompt] for prompt in prompts]
+    except TypeError:
+        raise ValueError("a prompt is a list of token ids, whole numbers; use tokenizer.encode(text) for text") from None
+    for row, prompt in enumerate(lists):
+        if not prompt:
             raise ValueError(f"prompt {row} is empty: there is no token to start from. Give at least one token id.")
-        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
-            raise ValueError(
-                f"prompt {row} holds id {max(prompt) if min(prompt) >= 0 else min(prompt)}; {model.config.name} has ids 0 to {model.config.vocab_size - 1}"
-            )
+        if wrong := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
+            raise ValueError(f"prompt {row} holds id {wrong[0]}; {model.config.name} has ids 0 to {model.config.vocab_size - 1}")
+    return lists
 
 
 def _no_room(prompt: int, new: int, slots: int, limit: int, model: Decoder, cache: KVCache | None) -> str:
     fits = limit - prompt + 1
     advice = f"Ask for at most {fits} new tokens" if fits > 0 else f"Shorten the prompt to at most {limit} tokens"
     if limit == model.config.max_context:
-        return (
-            f"this request needs {slots:,} positions (prompt {prompt:,} + {new} new − 1) but {model.config.name} has {limit:,}. {advice}."
-        )
+        return f"this request needs {slots:,} positions (prompt {prompt:,} + {new} new − 1) but {model.config.name} has {limit:,}. {advice}."
     return (f"this request needs {slots:,} cache slots (prompt {prompt:,} + {new} new − 1) but the cache holds {limit:,}. "
             f"{advice}, or make the cache with max_len={slots}.")  # fmt: skip

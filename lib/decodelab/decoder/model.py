@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decodelab.arithmetic.catalog import ModelConfig
+from decodelab.arithmetic.cost import kv_bytes_per_token
+from decodelab.arithmetic.units import format_capacity
 from decodelab.decoder.cache import PAD_POSITION, ContextError, KVCache
 
 
@@ -50,21 +52,27 @@ class Decoder(nn.Module):
         return self.embed.weight.device
 
     def new_cache(self, *, max_len: int, batch: int = 1) -> KVCache:
-        """An empty cache of this model's shape, device and dtype."""
+        """An empty cache of this model's shape, device and dtype. Raises: ContextError where it exceeds the free memory."""
+        from decodelab.decoder.weights import free_memory_bytes  # weights builds this class
+
+        needed = batch * max_len * kv_bytes_per_token(self.config, dtype_bytes=self.dtype.itemsize)
+        if needed > (free := free_memory_bytes(self.device)):
+            raise ContextError(f"a cache of {batch:,} x {max_len:,} tokens needs {format_capacity(needed)} and {format_capacity(free)} is free; "
+                               "ask for fewer tokens or sequences")  # fmt: skip
         return KVCache(self.config, max_len=max_len, batch=batch, device=self.device, dtype=self.dtype)
 
-    def forward(
-        self, ids: Tensor, *, cache: KVCache, positions: Tensor | None = None, last: Tensor | None = None, every_row: bool = False
-    ) -> Tensor:
+    def forward(self, ids: Tensor, *, cache: KVCache, positions: Tensor | None = None, last: Tensor | None = None, every_row: bool = False) -> Tensor:
         """Logits of `ids` (B, T) after the tokens already in `cache`; appends their K and V to it.
 
-        Without `positions` (B, T) a column is its own position; PAD_POSITION marks padding. The output matrix runs on
+        Without `positions` (B, T) each row goes on after its last token; PAD_POSITION marks padding. The output matrix runs on
         the last column only, or on column `last` (B,) of each row: (B, V); with `every_row`: (B, T, V). float32.
         Raises: ContextError before anything is written.
         """
         tokens = ids.shape[1]
-        cache.require_room(tokens)
-        self._require_positions(cache.length + tokens if positions is None else positions)
+        cache.require(self.config, batch=ids.shape[0], new_tokens=tokens, dtype=self.dtype)
+        if positions is None and cache.positions is not None:
+            positions = cache.next_positions()[:, None] + torch.arange(tokens, device=ids.device)
+        self.require_positions(cache.length + tokens if positions is None else positions)
         shared = self._shared(tokens, cache, positions)
         x = self.embed(ids)  # (B, T, D)
         if self.positions is not None:
@@ -78,13 +86,13 @@ class Decoder(nn.Module):
 
     def _shared(self, tokens: int, cache: KVCache, positions: Tensor | None) -> Pass:
         """The mask and rotary angles of this pass, made once for all layers."""
-        if positions is None and cache.positions is None:  # columns are positions: T = 1 sees all, an empty cache is causal
+        if positions is None:  # columns are positions: T = 1 sees all, an empty cache is causal
             query = _columns(tokens, cache)  # (T,)
             chunk = tokens > 1 and cache.length > 0
             visible = visible_keys(query, torch.arange(cache.length + tokens, device=self.device)) if chunk else None
             causal = tokens > 1 and not chunk
         else:
-            query = _columns(tokens, cache).expand(cache.batch, -1) if positions is None else positions  # (B, T)
+            query = positions  # (B, T)
             visible, causal = visible_keys(query, cache.place(query))[:, None], False  # (B, 1, T, S)
         if self.inverse_wavelengths is None:
             return Pass(None, None, visible, causal)
@@ -93,7 +101,8 @@ class Decoder(nn.Module):
         angles = angles if angles.ndim == 2 else angles[:, None]  # (T, H) or (B, 1, T, H)
         return Pass(angles.cos().to(self.dtype), angles.sin().to(self.dtype), visible, causal)
 
-    def _require_positions(self, ends: int | Tensor) -> None:
+    def require_positions(self, ends: int | Tensor) -> None:
+        """Raises ContextError where a pass would go past the model's positions."""
         if isinstance(ends, Tensor):
             real = ends[ends != PAD_POSITION]
             ends = int(real.max()) + 1 if real.numel() else 0

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.temperature) and self.temperature >= 0):
+        if not (isinstance(self.temperature, Real) and isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
+        if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or a positive count")
-        if not 0 < self.top_p <= 1:
+        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
 
 
@@ -54,7 +55,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     require_finite(logits)
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    scaled = (logits - logits.max(-1, keepdim=True).values) / sampling.temperature
+    scaled = (logits - logits.max(-1, keepdim=True).values) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     if 0 < sampling.top_k < logits.shape[-1]:
         keep = scaled.topk(sampling.top_k, dim=-1).indices
         scaled = torch.full_like(scaled, -torch.inf).scatter(-1, keep, scaled.gather(-1, keep))
@@ -68,6 +69,7 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
     kept = ranked * (before < top_p)
+    kept[..., 0] = ranked[..., 0]  # also where top_p is too small for float32
     return torch.zeros_like(p).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
 
 
@@ -84,7 +86,5 @@ def sample(logits: Tensor, sampling: Sampling = GREEDY, *, generator: torch.Gene
 
 def sample_rows(logits: Tensor, samplings: Sequence[Sampling], *, generators: Sequence[torch.Generator | None]) -> Tensor:
     """One token per row with each row's own settings and generator, so a row never depends on its neighbours."""
-    rows = [
-        sample(row[None], sampling, generator=generator) for row, sampling, generator in zip(logits, samplings, generators, strict=True)
-    ]
+    rows = [sample(row[None], sampling, generator=generator) for row, sampling, generator in zip(logits, samplings, generators, strict=True)]
     return torch.cat(rows)

@@ -1,6 +1,7 @@
 """Chat templates: programs from a stranger's file, so they run in a sandbox, in a process of their own, within limits."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -47,7 +48,8 @@ def _environment() -> Any:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             sizes = [abs(value) if isinstance(value, (int, float)) else len(value) for value in (left, right)]
-            if operator == "**" or sizes[0] * sizes[1] > OUTPUT_LIMIT_CHARS:
+            numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))  # these take no room
+            if operator == "**" or (not numbers and sizes[0] * sizes[1] > OUTPUT_LIMIT_CHARS):
                 raise TemplateError(f"it asks for {operator} on values of size {sizes[0]:.3g} and {sizes[1]:.3g}")
             return super().call_binop(context, operator, left, right)
 
@@ -57,12 +59,13 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     return environment
 
 
 def _render_here(template: str, variables: dict[str, Any]) -> str:
     """Render in this process, counting characters as they come."""
+    template = re.sub(r"({%[-+]?\s*)(end)?generation(?=\s*[-+]?%})", lambda m: m[1] + ("endif" if m[2] else "if true"), template)  # training's mark
     pieces, size = [], 0
     for piece in _environment().from_string(template).generate(**variables):
         pieces.append(piece)

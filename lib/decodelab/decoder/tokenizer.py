@@ -27,7 +27,11 @@ class Tokenizer:
                  end_ids: Sequence[int] = (), template: str | None = None) -> None:  # fmt: skip
         backend.no_padding()
         backend.no_truncation()
-        self._backend = backend
+        self._backend, self._last = backend, max(backend.get_vocab().values(), default=-1)
+        for i in (start_id, *end_ids):
+            _require(i is None or (type(i) is int and 0 <= i <= self._last), "start or end id", i, f"a whole number from 0 to {self._last:,}")
+        _require(isinstance(adds_start, bool), "add_bos_token", adds_start, "true or false")
+        _require(isinstance(template, str | None), "chat_template", template, "text, or a list of {name: text, template: text}")
         self.start_id, self.adds_start = start_id, adds_start and start_id is not None
         self.end_ids, self.template = tuple(end_ids), template
 
@@ -39,17 +43,18 @@ class Tokenizer:
     def encode(self, text: str, *, start: bool = True) -> list[int]:
         """Token ids of raw text, with the start token if the file asks for one and `start` is true.
 
-        Warns: on two start tokens in a row, which shift every position by one.
+        Warns: on two start tokens in a row, which shift every position by one. Raises: ValueError for what is not text.
         """
-        ids = self._backend.encode(text, add_special_tokens=False).ids
-        if start and self.adds_start:
-            ids = [self.start_id, *ids]
+        _require(isinstance(text, str) and text.encode(errors="ignore").decode() == text, "the text", text, "a str without lone surrogates")
+        ids = ([self.start_id] if start and self.adds_start else []) + self._backend.encode(text, add_special_tokens=False).ids
         if self.start_id is not None and ids[:2] == [self.start_id] * 2:
             warnings.warn("two start tokens in a row: this text already has one; encode it with start=False", stacklevel=2)
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids; special tokens are left out unless `skip_special` is false."""
+        """Text of token ids; special tokens are left out unless `skip_special` is false. Raises: ValueError for an unknown id."""
+        for i in ids:
+            _require(hasattr(i, "__index__") and 0 <= i <= self._last, "token id", i, f"a whole number from 0 to {self._last:,}")
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
@@ -61,6 +66,8 @@ class Tokenizer:
         """
         if self.template is None:
             raise TemplateError("this tokenizer has no chat template: it is not a chat model, or its file left it out; encode plain text")
+        for m in messages if isinstance(messages, list | tuple) else [messages]:
+            _require(isinstance(m, dict) and all(isinstance(t, str) for t in m.values()), "message", m, "{'role': text, 'content': text}")
         text = render(self.template, {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None,
                                       "documents": None, "bos_token": self._text_of(self.start_id),
                                       "eos_token": self._text_of(self.end_ids[0] if self.end_ids else None)})  # fmt: skip
@@ -74,6 +81,11 @@ class Tokenizer:
         return "" if token_id is None else self._backend.id_to_token(token_id) or ""
 
 
+def _require(good: bool, what: str, value: Any, limit: str) -> None:
+    if not good:
+        raise ValueError(f"{what} is {value!r:.60} and must be {limit}")
+
+
 class TextStream:
     """Text of one generation, token by token: a token that ends inside a character is held back until it is whole."""
 
@@ -84,8 +96,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is unfinished."""
+        text = self._tokenizer.decode([*self._ids, token_id])
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
         held = len(text) - len(text.rstrip(_UNFINISHED))
         if held > 7:  # more marks than one character has bytes: wrong bytes, not late ones
             held = 1
@@ -109,7 +121,12 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     Raises: LoadError on a missing file, a vocabulary that is not byte-level BPE, an unknown pre-tokenizer.
     """
     path = find(source)
-    return _from_gguf(path) if path.suffix == ".gguf" else _from_folder(path)
+    try:
+        return _from_folder(path) if path.is_dir() else _from_gguf(path)
+    except LoadError:
+        raise
+    except Exception as error:  # a KeyError or ValueError of ours; tokenizers raises bare Exception
+        raise LoadError(f"{path}: its tokenizer cannot be built ({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it") from None
 
 
 def _splitter(pre: str | None, path: Path) -> tuple[Any, bool]:
@@ -137,14 +154,13 @@ def _from_gguf(path: Path) -> Tokenizer:
         raise LoadError(f"{path}: tokenizer model {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
                         "load the tokenizer from a Hugging Face folder instead")  # fmt: skip
     splitter, ignore_merges = _splitter(fields.get("tokenizer.ggml.pre"), path)
-    try:
-        tokens = fields["tokenizer.ggml.tokens"]
-        merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-        backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=ignore_merges))
-    except Exception as error:  # a KeyError of ours; tokenizers raises bare Exception on a merge of unknown tokens
-        raise LoadError(f"{path}: its vocabulary cannot be built ({type(error).__name__}: {error})") from None
+    tokens = fields["tokenizer.ggml.tokens"]
+    types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    _require(isinstance(types, list) and len(types) == len(tokens), "token_type", types, f"a list of {len(tokens):,}, one per token")
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=ignore_merges))
     backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
-    for token, token_type in zip(tokens, fields.get("tokenizer.ggml.token_type", ()), strict=False):
+    for token, token_type in zip(tokens, types, strict=True):
         if token_type == _CONTROL:
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif token_type == _USER_DEFINED:
@@ -160,16 +176,15 @@ def _from_folder(path: Path) -> Tokenizer:
     """tokenizer.json with the flags of tokenizer_config.json, generation_config.json and config.json."""
     if not (path / "tokenizer.json").is_file():
         raise LoadError(f"{path}: no tokenizer.json; save the folder with a fast tokenizer, or copy the file there")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:
-        raise LoadError(f"{path / 'tokenizer.json'}: not a tokenizer file: {error}") from None
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     settings, config, generation = (read_json(path / f"{name}.json") if (path / f"{name}.json").is_file() else {}
                                     for name in ("tokenizer_config", "config", "generation_config"))  # fmt: skip
 
     def token_id(key: str) -> int | None:
         named = settings.get(key)
-        return backend.token_to_id(named["content"] if isinstance(named, dict) else named) if named else None
+        text = named.get("content", named) if isinstance(named, dict) else named
+        _require(isinstance(text, str | None), key, named, "text, or an object with its text as content")
+        return backend.token_to_id(text) if text else None
 
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     ends = [token_id("eos_token")] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -185,4 +200,4 @@ def _folder_template(path: Path, settings: dict[str, Any]) -> str | None:
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     found = settings.get("chat_template")
-    return next((t["template"] for t in found if t["name"] == "default"), None) if isinstance(found, list) else found
+    return {t["name"]: t["template"] for t in found}.get("default") if isinstance(found, list) else found

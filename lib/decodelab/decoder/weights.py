@@ -44,7 +44,7 @@ def load(source: str | Path, *, device: str | torch.device = "cpu", dtype: str |
     """
     place, kind = check_device(device), check_dtype(dtype, device)
     path = find(source)
-    config, tensors = _read_gguf(path) if path.suffix == ".gguf" else _read_folder(path)
+    config, tensors = _read_folder(path) if path.is_dir() else _read_gguf(path)
     chosen = _assign(config, tensors, path)
     model = _empty(config, place, kind)
     for name, parameter in model.named_parameters():  # the names are the keys of `chosen`: once each
@@ -155,17 +155,19 @@ def find(source: str | Path) -> Path:
 
     Raises: LoadError for pickled weights, an unknown name, a file that is not there.
     """
-    path = Path(source).expanduser()
+    try:
+        path = Path(source if str(source).strip() else None).expanduser()
+        folder, file = path.is_dir(), path.is_file()
+    except (TypeError, RuntimeError, OSError) as error:  # empty or no text, "~nobody/m", a name too long
+        raise LoadError(f"{str(source)[:80]!r} is empty, too long or not a path ({error!r:.60}); give a .gguf file, a folder or a name") from None
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         raise LoadError(f"{path}: a pickle can run code when it is read, so it is refused; use the model's .safetensors or .gguf file")
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if folder or (file and path.suffix == ".gguf"):
         return path
-    if path.suffix == ".safetensors":
-        return find(path.parent)  # its config.json is beside it
-    if path.exists():
-        raise LoadError(f"{path}: not a .gguf file and not a folder with config.json and model.safetensors")
-    if path.suffix == ".gguf":
-        raise LoadError(f"{path}: no such file")
+    if file and path.name == "model.safetensors":
+        return path.parent  # its config.json is beside it
+    if file or path.suffix in (".gguf", ".safetensors"):
+        raise LoadError(f"{path}: {'not a .gguf file and not a folder with config.json and model.safetensors' if file else 'no such file'}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return _from_hub(str(source))
     name = catalog.model(str(source)).name
@@ -263,10 +265,10 @@ def _assign(config: ModelConfig, tensors: list[Stored], path: Path) -> dict[str,
 
     Raises: LoadError naming what is missing, unexpected, there twice or of another shape.
     """
-    if config.n_layers > len(tensors):
-        raise LoadError(
-            f"{path}: its config has {config.n_layers:,} layers and the file {len(tensors)} tensors; they do not belong together"
-        )
+    widest = max(config.vocab_size, config.max_context, config.intermediate, config.query_width)
+    if config.n_layers > len(tensors) or config.hidden * widest > 1 << 48:  # torch cannot count the bytes of such a matrix
+        raise LoadError(f"{path}: its config has {config.n_layers:,} layers of up to {config.hidden:,} x {widest:,} values "
+                        f"and the file {len(tensors)} tensors; they do not belong together")  # fmt: skip
     shapes = {name: tuple(value.shape) for name, value in Decoder(config, device="meta").named_parameters()}
     chosen: dict[str, Stored] = {}
     unexpected: list[str] = []
@@ -307,33 +309,41 @@ _KEYS = {  # ModelConfig: config.json of Llama, config.json of GPT-2, GGUF
     "intermediate": ("intermediate_size", "n_inner", "feed_forward_length"),
     "n_kv_heads": ("num_key_value_heads", "n_head", "attention.head_count_kv"),
     "head_dim": ("head_dim", "head_dim", "attention.key_length"),
+    "rope_base": ("rope_theta", "rope_theta", "rope.freq_base"),
 }
-_DEFAULTS = {"layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6}  # of transformers, for a config.json that leaves them out
+_DEFAULTS = {"layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope.freq_base": 1e4}  # of transformers and llama.cpp
+_LIMITS = {"norm_eps": (0.0, 1e30), "rope_base": (1e-30, 1e30), "head_dim": (1, 65_536)}  # the others: 1 to 2**31 - 1
 _USUAL = {"intermediate": lambda sizes: 4 * sizes["hidden"], "n_kv_heads": lambda sizes: sizes["n_heads"],
-          "head_dim": lambda sizes: sizes["hidden"] // max(1, sizes["n_heads"])}  # fmt: skip
+          "head_dim": lambda sizes: sizes["hidden"] // sizes["n_heads"]}  # fmt: skip
 _ONLY = {  # settings the decoder computes in one way; the first value is the default of a file that says nothing
     "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1.0,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,), "quantization_config": (None,),
     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-    "expert_count": (0,), "rope.scaling.type": ("none",), "attention.sliding_window": (0,),
+    "layer_types": ("full_attention", None), "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "logit_scale": (1, 0),
+    "expert_count": (0,), "rope.scaling.type": ("none",), "attention.sliding_window": (0,), "attention.causal": (True,),
+    "rope.scale_linear": (1,), "rope.scaling.factor": (1,), "attention.scale": (0,), "embedding_scale": (1, 0), "residual_scale": (1, 0),
 }  # fmt: skip
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def _shape(found: dict[str, Any], column: int, path: Path, *, gpt2: bool, tied: bool, **rope: Any) -> ModelConfig:
     """The ModelConfig of the settings `found`, named as in this column of _KEYS. Raises: LoadError."""
     for key, values in _ONLY.items():
-        if found.get(key, values[0]) not in values:
-            raise LoadError(f"{path}: {key}={found[key]!r} is not supported; only {values[0]!r} is")
+        given = found.get(key, values[0])
+        for value in given if isinstance(given, list) else [given]:
+            if value not in values:
+                raise LoadError(f"{path}: {key}={value!r:.60} is not supported; only {values[0]!r} is: load another model")
     sizes: dict[str, Any] = {}
     for ours, names in _KEYS.items():
-        value = found.get(names[column], _DEFAULTS.get(names[column]))
+        name, (least, most) = names[column], _LIMITS.get(ours, (1, 2**31 - 1))
+        value = found.get(name, _DEFAULTS.get(name))
         if value is None and (usual := _USUAL.get(ours)):
             value = usual(sizes)
-        if value is None:
-            raise LoadError(f"{path}: its config lacks {names[column]!r}")
-        if not isinstance(value, float if ours == "norm_eps" else int):  # a list: layers that differ
-            raise LoadError(f"{path}: {names[column]} is {value!r} and must be one number")
-        sizes[ours] = value
+        even = ours == "head_dim" and not gpt2  # values rotate in pairs; a list, below: layers that differ
+        if type(value) not in (int, type(least)) or not least <= value <= most or (even and value % 2):
+            given = "absent" if value is None else repr(value)[:60]
+            raise LoadError(f"{path}: {name} is {given} and must be one {'even ' * even}number from {least:,} to {most:,}; correct it")
+        sizes[ours] = type(least)(value)
     kind = "MHA" if sizes["n_kv_heads"] == sizes["n_heads"] else "MQA" if sizes["n_kv_heads"] == 1 else "GQA"
     try:
         return ModelConfig(name=re.sub(r"\.B?[QF]\d\w*$", "", path.stem) if path.suffix == ".gguf" else path.name, family="gpt2" if gpt2 else "llama", attention=kind,
@@ -353,17 +363,17 @@ def config_from_hf(found: dict[str, Any], path: Path) -> ModelConfig:
     if kind != "llama":
         raise LoadError(f"{path}: model_type {kind!r} is not supported; supported: gpt2, llama")
     rule = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rule = rule if isinstance(rule, dict) else {"type": rule}
     rope = rule.get("rope_type", rule.get("type", "default"))
-    if rope not in ("default", "llama3") or any(isinstance(value, dict) for value in rule.values()):
-        raise LoadError(f"{path}: rope type {rope!r} is not supported; supported: default, llama3, one rule for all layers")
+    beside = {key: rule[key] for key in ("rope_theta", "partial_rotary_factor") if key in rule}  # transformers 4: beside the rule
+    odd = rule.keys() - {"rope_type", "type", *beside, *(_LLAMA3 if rope == "llama3" else ())}
+    if rope not in ("default", "llama3") or odd:
+        raise LoadError(f"{path}: rope type {rope!r:.60} with {sorted(odd)} is not supported; supported: default, llama3, one rule for all layers")
     try:
-        scaling = None if rope == "default" else RopeScaling(
-            factor=rule["factor"], low_freq_factor=rule["low_freq_factor"], high_freq_factor=rule["high_freq_factor"],
-            original_max_context=rule["original_max_position_embeddings"])  # fmt: skip
-    except KeyError as error:
-        raise LoadError(f"{path}: its llama3 rope scaling lacks {error.args[0]!r}") from None
-    return _shape(found, 0, path, gpt2=False, tied=found.get("tie_word_embeddings", False), rope_scaling=scaling,
-                  rope_base=rule.get("rope_theta", found.get("rope_theta", 10_000.0)))  # fmt: skip
+        scaling = None if rope == "default" else RopeScaling(**{key.replace("position_embeddings", "context"): rule[key] for key in _LLAMA3})
+    except (KeyError, ValueError) as error:
+        raise LoadError(f"{path}: its llama3 rope scaling lacks or misstates {error}; correct its config.json") from None
+    return _shape(found | beside, 0, path, gpt2=False, tied=found.get("tie_word_embeddings", False), rope_scaling=scaling)
 
 
 def _gguf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> ModelConfig:
@@ -373,8 +383,8 @@ def _gguf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], pat
         raise LoadError(f"{path}: architecture {kind!r} is not supported; supported: gpt2, llama")
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     own.setdefault("attention.layer_norm_rms_epsilon", own.get("attention.layer_norm_epsilon"))
-    own["vocab_size"] = shapes.get("token_embd.weight", (0,))[0]
-    config = _shape(own, 2, path, gpt2=kind == "gpt2", tied="output.weight" not in shapes, rope_base=own.get("rope.freq_base", 10_000.0))
+    own["vocab_size"] = (*shapes.get("token_embd.weight", ()), 0)[0]
+    config = _shape(own, 2, path, gpt2=kind == "gpt2", tied="output.weight" not in shapes)
     if kind == "llama" and own.get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise LoadError(f"{path}: rotates {own['rope.dimension_count']} of {config.head_dim} values per head; the decoder rotates all")
     return config
@@ -382,14 +392,13 @@ def _gguf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], pat
 
 def _with_rope_factors(config: ModelConfig, factors: Tensor, path: Path) -> ModelConfig:
     """GGUF keeps Llama 3's scaling as one divisor per rotary pair; this is the published rule, if it gives them. Raises: LoadError."""
-    scaled = replace(config, rope_scaling=RopeScaling(factor=round(float(factors.max()), 4), low_freq_factor=1.0, high_freq_factor=4.0,
-                                                      original_max_context=8192))  # fmt: skip
-    ratios = rotary_frequencies(config) / rotary_frequencies(scaled)
-    if ratios.shape != factors.shape or not torch.allclose(ratios, factors, rtol=1e-3):
-        raise LoadError(
-            f"{path}: its rope_freqs.weight is not Llama 3's rule (low 1, high 4, original context 8,192); load the Hugging Face folder"
-        )
-    return scaled
+    with suppress(ValueError, RuntimeError):  # a divisor below 1 or not finite, no divisor at all
+        scaled = replace(config, rope_scaling=RopeScaling(factor=round(float(factors.max()), 4), low_freq_factor=1.0, high_freq_factor=4.0,
+                                                          original_max_context=8192))  # fmt: skip
+        ratios = rotary_frequencies(config) / rotary_frequencies(scaled)
+        if ratios.shape == factors.shape and torch.allclose(ratios, factors, rtol=1e-3):
+            return scaled
+    raise LoadError(f"{path}: its rope_freqs.weight is not Llama 3's rule (low 1, high 4, context 8,192); load the Hugging Face folder")
 
 
 # Files.
@@ -399,8 +408,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """One JSON object. Raises: LoadError."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")).items())
-    except (OSError, ValueError, AttributeError) as error:
-        raise LoadError(f"{path}: not readable as a JSON object: {error}") from None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{path}: not readable as a JSON object: {error}; download it again") from None
 
 
 def _read_folder(path: Path) -> tuple[ModelConfig, list[Stored]]:
@@ -411,9 +420,7 @@ def _read_folder(path: Path) -> tuple[ModelConfig, list[Stored]]:
     if (path / "model.safetensors").is_file():
         return config, _read_safetensors(path / "model.safetensors")
     if (path / "model.safetensors.index.json").is_file():
-        raise LoadError(
-            f"{path}: its weights are split over several files and only one is read; save it again with a larger max_shard_size"
-        )
+        raise LoadError(f"{path}: its weights are split over several files and one is read; save them with a larger max_shard_size")
     if any(path.glob("*.bin")) or any(path.glob("*.pt")):
         raise LoadError(f"{path}: only pickled weights; a pickle can run code when it is read. Use the model's .safetensors or .gguf file")
     raise LoadError(f"{path / 'model.safetensors'}: no such file")
@@ -429,9 +436,7 @@ def _refuse_text(path: Path, size: int, least: int) -> None:
     with path.open("rb") as file:
         head = file.read(64)
     if head.startswith(b"version https://git-lfs"):
-        raise LoadError(
-            f"{path}: a Git LFS pointer ({size} bytes of text), not the weights; run `git lfs pull` or download the file itself"
-        )
+        raise LoadError(f"{path}: a Git LFS pointer ({size} bytes of text), not the weights; run `git lfs pull` or download the file")
     if size < least:
         raise LoadError(f"{path}: {size} bytes is {'an empty file' if size == 0 else 'too short to hold weights'}; download it again")
 
@@ -443,15 +448,13 @@ def _read_safetensors(path: Path) -> list[Stored]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size - 8:
-            raise LoadError(
-                f"{path}: its header claims {length:,} bytes and the file has {size:,}; not safetensors, or the download was cut"
-            )
+            raise LoadError(f"{path}: its header claims {length:,} bytes and the file has {size:,}; not safetensors, or cut: fetch it again")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            types = {entry["dtype"] for entry in header.values()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            types = {str(entry["dtype"]) for entry in header.values()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise LoadError(f"{path}: its header is not a safetensors header ({type(error).__name__}); download it again") from None
     if end != size:
         raise LoadError(f"{path}: its header describes {end:,} bytes and the file has {size:,}; the download was cut: fetch it again")
@@ -470,18 +473,18 @@ def _read_safetensors(path: Path) -> list[Stored]:
 
 def gguf_fields(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file by key, arrays as lists. Raises: LoadError."""
-    return {key: field.contents() for key, field in _open_gguf(path).fields.items()}
+    return _open_gguf(path)[0]
 
 
-def _open_gguf(path: Path) -> Any:
+def _open_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
     stat = path.stat()
     _refuse_text(path, stat.st_size, 24)
     return _gguf_reader(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
-def _gguf_reader(path: Path, size: int, modified: int) -> Any:
-    """The package's reader, kept for the tokenizer: reading a vocabulary of 49,152 entries takes over a second."""
+def _gguf_reader(path: Path, size: int, modified: int) -> tuple[dict[str, Any], list[Any]]:
+    """What the package reads, metadata and tensors, kept for the tokenizer: reading a vocabulary of 49,152 entries takes over a second."""
     import gguf
 
     class Reader(gguf.GGUFReader):
@@ -491,11 +494,10 @@ def _gguf_reader(path: Path, size: int, modified: int) -> Any:
             return super()._get(offset, dtype, count, override_order)
 
     try:
-        return Reader(path)
+        reader = Reader(path)
+        return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors
     except EOFError:
-        raise LoadError(
-            f"{path}: it ends before its own table of contents says ({size:,} bytes); the download was cut: fetch it again"
-        ) from None
+        raise LoadError(f"{path}: it ends before its own table of contents says ({size:,} bytes); the download was cut: fetch it again") from None
     except Exception as error:
         raise LoadError(f"{path}: not a readable GGUF file ({' '.join(str(error).split())[:120]}); download it again") from None
 
@@ -513,7 +515,7 @@ def dequantise(data: Any, kind: Any) -> Tensor:
 
 def _read_gguf(path: Path) -> tuple[ModelConfig, list[Stored]]:
     """Shape from the metadata, tensors as they are stored; GGUF lists dimensions innermost first."""
-    tensors = {tensor.name: tensor for tensor in _open_gguf(path).tensors}
+    tensors = {tensor.name: tensor for tensor in _open_gguf(path)[1]}
     _refuse_types(path, {tensor.tensor_type.name for tensor in tensors.values()}, GGUF_TYPES)
     shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
     config = _gguf_config(gguf_fields(path), shapes, path)

@@ -57,6 +57,15 @@ class GrowthResult:
         return asdict(self)
 
 
+def growth_contexts(contexts: Sequence[int], *, batch: int) -> tuple[int, ...]:
+    """The contexts in order. Raises: ValueError for fewer than two different ones, one below 2, or a batch below 1."""
+    if len(set(contexts)) < 2 or min(contexts) < 2 or batch < 1:
+        raise ValueError(
+            f"growth needs at least two different contexts of 2 or more tokens and a batch of 1 or more; got {list(contexts)}, batch {batch}"
+        )
+    return tuple(sorted(set(contexts)))
+
+
 def warm_weights(model: Decoder) -> None:
     """Touches every weight once, so that the first timed step does not pay for pages the system has not mapped yet."""
     for parameter in model.parameters():
@@ -69,7 +78,7 @@ def step_calls(model: Decoder, cache: KVCache, contexts: Sequence[int]) -> list[
     `cache` is filled to its end once with random K and V; a step only moves `length`, so contexts can be taken in turn.
     """
     cache.fill_random(cache.max_len)
-    tokens = torch.arange(cache.batch, device=model.device)
+    tokens = torch.arange(cache.batch, device=model.device) % model.config.vocab_size
 
     def step(context: int) -> None:
         cache.length = context - 1  # the slots are all filled; the step writes the last of its `context` tokens
@@ -86,17 +95,15 @@ def growth(config: ModelConfig, card: Card, *, contexts: Sequence[int] = (128, 1
     run whatever the budget, and `steps[].n` says how many were.
     Raises: ValueError with fewer than two contexts or one below 2.
     """
-    contexts = tuple(sorted(set(contexts)))
-    if len(contexts) < 2 or contexts[0] < 2:
-        raise ValueError(f"growth needs at least two different contexts of 2 or more tokens; got {list(contexts)}")
-    if model is None:
+    contexts = growth_contexts(contexts, batch=batch)
+    if model is not None:
+        config = model.config
+    else:
         config = replace(config, max_context=max(config.max_context, contexts[-1]))
         model = random_decoder(config, device=card.machine.device, dtype=card.dtype)
     warm_weights(model)
     cache = model.new_cache(max_len=contexts[-1], batch=batch)
-    taken = interleaved(
-        step_calls(model, cache, contexts), rounds=rounds, budget_s=machine.budget(budget_s), device=card.machine.device, warmup=2
-    )
+    taken = interleaved(step_calls(model, cache, contexts), rounds=rounds, budget_s=machine.budget(budget_s), device=card.machine.device, warmup=2)
     steps = tuple(summarise(seconds) for seconds in taken)
     line = fit_line(contexts, [step.median_s for step in steps])
     formats = {"batch": batch, "weight_bytes_per_value": model.dtype.itemsize, "kv_bytes_per_value": model.dtype.itemsize}
@@ -166,9 +173,7 @@ def _saturation_points(config: ModelConfig, card: Card, *, batches: Sequence[int
     points = []
     for batch, seconds in zip(batches, taken, strict=True):
         step_s = median(seconds)
-        moved = cost.weight_bytes_per_step(config, dtype_bytes=size, batch=batch) + batch * cost.kv_bytes(
-            config, context=context, dtype_bytes=size
-        )
+        moved = cost.weight_bytes_per_step(config, dtype_bytes=size, batch=batch) + batch * cost.kv_bytes(config, context=context, dtype_bytes=size)
         flops = cost.weight_flops(config, tokens=batch, logit_rows=batch)
         formats = {"weight_bytes_per_value": size, "kv_bytes_per_value": size}
         predicted_s = cost.step_time(config, card.constants(config), context=context, batch=batch, **formats)
@@ -192,25 +197,6 @@ def where_the_time_goes(model: Decoder, *, context: int = 64, rounds: int = 10) 
     step = step_calls(model, cache, [context])[0]
     parts = {"attention": [b.attention for b in model.blocks], "mlp": [b.mlp for b in model.blocks], "head": [model.head]}
     return split_step(step, parts, rounds=rounds, device=model.device)
-
-
-def lab_shape(card: Card, shapes: Sequence[ModelConfig], *, free_bytes: int) -> ModelConfig | None:
-    """The smallest shape that shows memory on this machine, or None where none does.
-
-    Its weights are at least four times the last-level cache, take at least ten times c0 to stream, and fit in 40 % of
-    the free memory (and, on a CPU, in 2 GB).
-    """
-    size = getattr(torch, card.dtype).itemsize
-    most = min(0.4 * free_bytes, 2e9) if card.machine.device == "cpu" else 0.4 * free_bytes
-    for config in sorted(shapes, key=lambda shape: cost.weight_bytes_per_step(shape, dtype_bytes=size)):
-        weights, constants = cost.weight_bytes_per_step(config, dtype_bytes=size), card.constants(config)
-        cached = 4 * (card.machine.last_level_cache_bytes or 32 * 2**20)
-        if cached <= weights <= most and weights / constants.weight_bytes_per_s >= 10 * constants.overhead_s(config):
-            return config
-    return None
-
-
-# --- lessons 01 and 02: passes, and one step line by line -----------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,9 +367,6 @@ class Ledger:
 
     def _repr_html_(self) -> str:
         return html_table(("line", "tensor", "shape", "times", "bytes read", "bytes written"), self.rows())
-
-
-# --- lessons 04 and 05 --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,10 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -26,6 +28,7 @@ from decodelab.arithmetic.records import Card, Machine, fit_line
 from decodelab.decoder.generate import decode_step
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import sample
+from decodelab.decoder.weights import check_device, check_dtype
 from decodelab.decoder.weights import random as random_decoder
 from decodelab.measuring.clock import interleaved
 
@@ -35,8 +38,11 @@ PATH = "eager"
 
 
 def budget(seconds: float) -> float:
-    """The budget of an experiment: `seconds`, or DECODELAB_BUDGET_S where that is set and shorter."""
-    return min(seconds, float(os.environ.get("DECODELAB_BUDGET_S") or "inf"))
+    """The budget of an experiment: `seconds`, or DECODELAB_BUDGET_S where that is set and shorter. Raises: ValueError unless above 0."""
+    asked = os.environ.get("DECODELAB_BUDGET_S") or "inf"
+    if not seconds > 0 or not re.fullmatch(r"inf|\d*\.?\d+", asked) or not float(asked) > 0:
+        raise ValueError(f"the budget is {seconds} s and DECODELAB_BUDGET_S {asked!r}; both must be seconds above 0")
+    return min(seconds, float(asked))
 
 
 def home() -> Path:
@@ -69,7 +75,7 @@ def use_threads() -> int:
     process = psutil.Process()
     affinity = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count(logical=False) or os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) else usable_threads(affinity, quota_cpus=container_quota())
+    threads = int(asked) if asked.isdecimal() and int(asked) else usable_threads(affinity, quota_cpus=container_quota())
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     return threads
@@ -125,6 +131,7 @@ def card(
 
     Measuring takes under 30 s with nothing else running. `say` receives one line per constant as it is measured.
     """
+    check_dtype(dtype, check_device(device))
     file = card_file(describe(device), dtype, path)
     if not remeasure and file.is_file():
         try:
@@ -132,27 +139,32 @@ def card(
         except (ValueError, TypeError, KeyError):
             say(f"the card in {file.name} cannot be read; measuring it again")
     measured = measure_card(dtype, device=device, say=say)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".new")
-    draft.write_text(json.dumps(measured.to_json(), indent=1), encoding="utf-8")
-    draft.replace(file)
+    draft = file.with_name(f"{file.stem}.{os.getpid()}.{threading.get_ident()}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(measured.to_json(), indent=1), encoding="utf-8")
+        draft.replace(file)
+    except OSError as fault:
+        say(f"the card is not kept ({fault}); set DECODELAB_HOME to a folder that can be written")
     return measured
 
 
 def card_file(machine: Machine, dtype: str, path: str) -> Path:
-    """One file per processor, torch, threads, device, dtype and path."""
-    return home() / "cards" / (slug(f"{machine.processor} {machine.torch} {machine.threads}t {machine.device} {dtype} {path}") + ".json")
+    """One file per processor, torch, threads, device, dtype and path; a card of a shortened budget is another one."""
+    short = f" {budget(CARD_BUDGET_S):g}s" if budget(CARD_BUDGET_S) < CARD_BUDGET_S else ""
+    return home() / "cards" / (slug(f"{machine.processor} {machine.torch} {machine.threads}t {machine.device} {dtype} {path}{short}") + ".json")
 
 
 def fresh_card(dtype: str = "float32", *, device: str = "cpu", say: Callable[[str], None] = lambda _: None) -> Card:
-    """The card, measured again if the read roof or BW_w has moved by more than a fifth since: other work, another clock or host."""
-    known = card(dtype, device=device, say=say)
+    """The card, measured again where a rate is more than a third off today: other work then or now, another clock or host."""
+    known, kind, share = card(dtype, device=device, say=say), getattr(torch, dtype), budget(2.0) / 8
     now = {
-        "read_bytes_per_s": read_bandwidth(device=device, budget_s=budget(0.5)),
-        "matvec_bytes_per_s": matvec_bandwidth(getattr(torch, dtype), device=device, budget_s=budget(0.5)),
+        "read_bytes_per_s": read_bandwidth(device=device, budget_s=share),
+        "matvec_bytes_per_s": matvec_bandwidth(kind, device=device, budget_s=share),
+        "kv_read_grouped_bytes_per_s": kv_bandwidth(kind, device=device, queries_per_head=3, budget_s=share),
     }
     for name, rate in now.items():
-        if not 0.8 < rate / getattr(known, name) < 1.25:
+        if not 2 / 3 < rate / getattr(known, name) < 3 / 2:
             say(f"{name} is {rate / 1e9:.1f} GB/s now and {getattr(known, name) / 1e9:.1f} on the card: measuring the card again")
             return card(dtype, device=device, remeasure=True, say=say)
     return known
@@ -162,9 +174,7 @@ def fresh_card(dtype: str = "float32", *, device: str = "cpu", say: Callable[[st
 
 
 @torch.inference_mode()
-def measure_card(
-    dtype: str = "float32", *, device: str = "cpu", budget_s: float | None = None, say: Callable[[str], None] = lambda _: None
-) -> Card:
+def measure_card(dtype: str = "float32", *, device: str = "cpu", budget_s: float | None = None, say: Callable[[str], None] = lambda _: None) -> Card:
     """Measures every constant on random buffers larger than the last-level cache; medians, roofs the best of their reads."""
     began, machine, kind = time.perf_counter(), describe(device), getattr(torch, dtype)
     share = budget(CARD_BUDGET_S if budget_s is None else budget_s) / 8
@@ -277,11 +287,7 @@ def overheads(dtype: torch.dtype, *, device: str = "cpu", matvec_bytes_per_s: fl
     """
     layer_bytes = weight_bytes_per_step(probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=dtype.itemsize)
     shallow = min(48, max(4, math.ceil(1.5 * (last_level_cache_bytes(device) or 32 * 2**20) / layer_bytes)))
-    configs = [
-        probe_config(hidden=512, n_layers=shallow),
-        probe_config(hidden=512, n_layers=3 * shallow),
-        probe_config(hidden=64, n_layers=8),
-    ]
+    configs = [probe_config(hidden=512, n_layers=shallow), probe_config(hidden=512, n_layers=3 * shallow), probe_config(hidden=64, n_layers=8)]
     probes = [random_decoder(config, seed=7, device=device, dtype=dtype) for config in configs]
     steps = [_probe_step(probes[0]), _probe_step(probes[1]), _probe_step(probes[2]), _probe_step(probes[2], batch=8)]
     taken = [median(seconds) for seconds in interleaved(steps, rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)]

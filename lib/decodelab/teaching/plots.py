@@ -69,15 +69,7 @@ class Canvas:
 def small_print(ax: Axes, text: str) -> None:
     """The machine, under the axes."""
     ax.annotate(
-        text,
-        (0, 0),
-        (0, -44),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=8,
-        color=FLOOR,
-        va="top",
-        annotation_clip=False,
+        text, (0, 0), (0, -44), xycoords="axes fraction", textcoords="offset points", fontsize=8, color=FLOOR, va="top", annotation_clip=False
     )
 
 
@@ -114,9 +106,7 @@ def timeline(run: Run, *, predicted: Growth, floor: Growth, ax: Axes, title: str
     ax.plot(contexts, [1e3 * floor(n) for n in contexts], "--", color=FLOOR, label="floor: read roof, no overhead")
     _step_axes(ax, title or f"{run.model}: {run.prompt_tokens} tokens in, {run.output_tokens} out, one at a time")
     ax.set_ylim(0, 1.25 * max(sorted(taken)[int(0.98 * (len(taken) - 1))], 1e3 * predicted(contexts[-1])))
-    small_print(
-        ax, f"{run.machine.processor}, {run.machine.threads} threads, {run.dtype}, {run.path} path. Steps above the axis are not drawn."
-    )
+    small_print(ax, f"{run.machine.processor}, {run.machine.threads} threads, {run.dtype}, {run.path} path. Steps above the axis are not drawn.")
 
 
 def running_median(values: Sequence[float], width: int = 31) -> list[float]:
@@ -146,11 +136,7 @@ def roofline(card: Card, *, points: Sequence[tuple[str, float, float]] = (), ax:
     ridge = card.ridge_flops_per_byte()
     xs = [0.1, ridge, max([100 * ridge, *(1.5 * x for _, x, _ in points)])]
     ax.loglog(
-        xs,
-        [min(x * card.read_bytes_per_s, card.gemm_flops_per_s) / 1e9 for x in xs],
-        "--",
-        color=FLOOR,
-        label="roofs: memory, then arithmetic",
+        xs, [min(x * card.read_bytes_per_s, card.gemm_flops_per_s) / 1e9 for x in xs], "--", color=FLOOR, label="roofs: memory, then arithmetic"
     )
     ax.axvline(ridge, color=FLOOR, linewidth=0.8, linestyle=":")
     ax.annotate(f"ridge\n{ridge:.1f} FLOP/B", (ridge, ax.get_ylim()[0]), (4, 6), textcoords="offset points", fontsize=9, color=FLOOR)
@@ -159,9 +145,6 @@ def roofline(card: Card, *, points: Sequence[tuple[str, float, float]] = (), ax:
     ax.set(title=title, xlabel="arithmetic intensity (FLOPs per byte)", ylabel="GFLOP/s")
     ax.legend(loc="lower right", fontsize=9)
     small_print(ax, card.title())
-
-
-# --- lessons 03 to 05 ---------------------------------------------------------------------------------------------
 
 
 def _plain_log(*axes: Axis, steps: Sequence[int] = (1,)) -> None:
@@ -302,9 +285,6 @@ def predictions(history: Sequence[Any], *, ax: Axes, title: str = "How far off: 
     ax.legend(fontsize=9)
 
 
-# --- lessons 01 and 02 --------------------------------------------------------------------------------------------
-
-
 def roofs(constants: Constants, *, points: Sequence[tuple[str, float, float]], ax: Axes, title: str) -> None:
     """FLOP/s against FLOPs per byte on fixed axes, so that roofs and points (label, FLOPs per byte, FLOP/s) move."""
     ridge = constants.flops_per_s / constants.weight_bytes_per_s
@@ -390,9 +370,6 @@ def memory(weights: float, each: float, count: int, *, total: float, reserved_fr
         ax.axvline((weights + number * each) / 2**30, 0.14, 0.86, color="white", linewidth=1)
     ax.set(title=title, xlabel="GiB of memory", yticks=[], xlim=(0, total / 2**30), ylim=(-0.55, 0.55))
     ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
-
-
-# --- lab 05: bandwidth reached, by bytes per step and by batch ----------------------------------------------------
 
 
 def step_bandwidth(result: Any, *, ax: Axes, title: str = "A step must be large before memory sets its time") -> None:

@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from math import inf, isfinite
 from pathlib import Path
 
 import ipywidgets
 
-from decodelab.arithmetic.records import html_table
+from decodelab.arithmetic.records import finite, html_table
 from decodelab.arithmetic.units import significant
 
 _asked: dict[str, tuple[str, float | None]] = {}  # this kernel's open questions: key -> (unit, the number entered)
@@ -25,6 +26,9 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "%": 0.01, "": 1.0, "tok
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "GB/s": 1e9, "TB/s": 1e12, "TB": 1e12, "FLOP/B": 1.0, "x": 1.0, "sequences": 1.0, "$": 1.0}  # fmt: skip
 _KIND = {"s": "time", "ms": "time", "us": "time", "µs": "time", "B": "bytes", "kB": "bytes", "MB": "bytes", "GB": "bytes", "KiB": "bytes",
          "MiB": "bytes", "GiB": "bytes", "TB": "bytes", "GB/s": "bandwidth", "TB/s": "bandwidth"}  # fmt: skip
+
+
+SPELLINGS = {"seconds": "s", "sec": "s", "second": "s", "μs": "µs", "percent": "%", "×": "x", "times": "x", "token": "tokens"}
 
 
 class NotANumber(ValueError):
@@ -59,10 +63,13 @@ def read_number(text: str, unit: str) -> float:
     >>> read_number("1,200 ms", "s"), read_number("12 %", "%"), read_number("3e-3", "s")
     (1.2, 12.0, 0.003)
     """
-    match = re.fullmatch(r"\s*([-+]?[\d,_]*\.?\d+(?:[eE][-+]?\d+)?)\s*([^\d\s]*)\s*", text)
-    if not match:
+    match = re.fullmatch(r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+|[\d_]+)?\.?\d*(?:[eE][-+]?\d+)?)\s*([^\d\s.,]*)\s*", text.strip().removeprefix("$"))
+    try:
+        value, written = float(match[1].replace(",", "").replace("_", "")), SPELLINGS.get(match[2], match[2]) or unit
+    except (TypeError, ValueError):
+        value = inf
+    if not isfinite(value):
         raise NotANumber(f"{text.strip()[:40]!r} is not a number. Type one number, in {unit or 'plain units'}, such as 12.5.")
-    value, written = float(match[1].replace(",", "").replace("_", "")), match[2] or unit
     if value < 0:
         raise NotANumber(f"{value:g} is below zero, and this quantity cannot be. Give a positive number in {unit or 'plain units'}.")
     if written == unit:
@@ -77,10 +84,7 @@ def read_number(text: str, unit: str) -> float:
 def ask(key: str, question: str, *, unit: str) -> ipywidgets.Widget:
     """A box for one number in `unit`. Enter it before you run the result's cell; leaving it empty is allowed."""
     _asked[key] = (unit, None)
-    _shown.discard(key)
-    box = ipywidgets.Text(
-        placeholder=f"a number in {unit}" if unit else "a number", continuous_update=False, layout=ipywidgets.Layout(width="12em")
-    )
+    box = ipywidgets.Text(placeholder=f"a number in {unit}" if unit else "a number", continuous_update=False, layout=ipywidgets.Layout(width="12em"))
     answer = ipywidgets.HTML("<i>No prediction yet.</i>")
     box.observe(_receiver(key, unit, answer), names="value")
     label = ipywidgets.HTML(f"<b>Predict.</b> {html.escape(question)}")
@@ -143,7 +147,7 @@ def result(key: str, *, measured: float, floor: float | None = None, formula: fl
     All numbers are in `unit`, the unit asked for if not given; `how` says "computed" where nothing was measured. Never raises: a key that was not asked logs no prediction.
     """
     asked_unit, entered = _asked.get(key, (unit or "", None))
-    error = None if entered is None or not measured else entered / measured - 1
+    error = None if entered is None or not measured or not isfinite(measured) else entered / measured - 1
     outcome = Outcome(key=key, unit=unit or asked_unit, entered=entered, floor=floor, formula=formula, measured=measured, error_fraction=error,
                       at=datetime.now(UTC).isoformat(timespec="seconds"), how=how)  # fmt: skip
     _shown.add(key)
@@ -155,7 +159,7 @@ def _log(outcome: Outcome) -> None:
     try:
         log_file().parent.mkdir(parents=True, exist_ok=True)
         with log_file().open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(outcome)) + "\n")
+            lines.write(json.dumps(finite(asdict(outcome))) + "\n")
     except OSError:  # a read-only home costs the log, not the lesson
         pass
 

@@ -28,10 +28,7 @@ class Explorer(ipywidgets.VBox):
         self.answer, self.canvas = answer, canvas
         self.sliders = {key: ipywidgets.SelectionSlider(options=list(options), value=start, continuous_update=True, layout=ipywidgets.Layout(width="24em"))
                         for key, _, options, start in controls}  # fmt: skip
-        self.numbers, self.picture = (
-            ipywidgets.HTML(),
-            ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", width="760px")),
-        )
+        self.numbers, self.picture = (ipywidgets.HTML(), ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", width="760px")))
         rows = [ipywidgets.HBox([ipywidgets.HTML(f"<div style='width:15em'>{html.escape(meaning)}</div>"), self.sliders[key]])
                 for key, meaning, _, _ in controls]  # fmt: skip
         self.update()
@@ -61,24 +58,17 @@ def ladder(least: int, most: int) -> list[int]:
     return [step * 10**power for power in range(13) for step in STEPS_PER_DOUBLING if least <= step * 10**power <= most]
 
 
-def request_explorer(
-    config: ModelConfig, constants: Constants, *, bytes_per_value: float = 2, prompt: int = 100, output: int = 10_000
-) -> Explorer:
+def request_explorer(config: ModelConfig, constants: Constants, *, bytes_per_value: float = 2, prompt: int = 100, output: int = 10_000) -> Explorer:
     """A request of any shape: its time by phase, as it is, with prefill twice as fast, and with prefill free."""
     canvas = plots.Canvas()
 
     def answer(values: dict) -> str:
         work = Workload(
-            prompt_tokens=values["prompt"],
-            output_tokens=values["output"],
-            weight_bytes_per_value=bytes_per_value,
-            kv_bytes_per_value=bytes_per_value,
+            prompt_tokens=values["prompt"], output_tokens=values["output"], weight_bytes_per_value=bytes_per_value, kv_bytes_per_value=bytes_per_value
         )
         if work.slots > config.max_context:
             canvas.say(f"{work.slots:,} tokens do not fit in the {config.max_context:,} positions of {config.name}")
-            return (
-                f"{work.slots:,} tokens: more than the {config.max_context:,} positions of {config.name}. Shorten the prompt or the output."
-            )
+            return f"{work.slots:,} tokens: more than the {config.max_context:,} positions of {config.name}. Shorten the prompt or the output."
         estimate = cost.request_time(config, constants, work)
         bars = [("as it is", estimate.ttft_s, estimate.decode_s), ("prefill twice as fast", estimate.ttft_s / 2, estimate.decode_s),
                 ("prefill free", 0.0, estimate.decode_s)]  # fmt: skip
@@ -91,8 +81,6 @@ def request_explorer(
     controls = [("prompt", "prompt, tokens read", tokens, nearest[0]), ("output", "output, tokens written", tokens, nearest[1])]
     return Explorer(controls, answer, canvas)
 
-
-# --- lessons 04 and 05 --------------------------------------------------------------------------------------------
 
 HERE = "this machine"
 MODELS = ("SmolLM2-135M", "Llama-3.2-1B", "Qwen3-4B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Llama-3.1-70B", "DeepSeek-V3")
@@ -176,8 +164,6 @@ def batch_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", har
                 ("context", "context, tokens in each cache", ladder(100, 100_000), context), ("batch", "batch, sequences per step", [2**i for i in range(11)], batch)]  # fmt: skip
     return Explorer(controls, answer, canvas)
 
-
-# --- lessons 01 and 02 --------------------------------------------------------------------------------------------
 
 FORMATS = ("float32", "bfloat16", "fp8", "q8_0", "q4_0")
 KV_FORMATS = ("float32", "bfloat16", "fp8", "q4_0")
