@@ -138,8 +138,7 @@ class Workload:
     kv_bytes_per_value: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, value, least in (("prompt_tokens", self.prompt_tokens, 1), ("output_tokens", self.output_tokens, 1),
-                                   ("batch", self.batch, 1)):  # fmt: skip
+        for name, value, least in (("prompt_tokens", self.prompt_tokens, 1), ("output_tokens", self.output_tokens, 1), ("batch", self.batch, 1)):
             if value < least or value != int(value):
                 raise ValueError(f"{name} is {value}; it must be at least {least}, and whole")
         if min(self.weight_bytes_per_value, self.kv_bytes_per_value) <= 0:
@@ -268,8 +267,7 @@ def dtype_bytes(name: str) -> float:
     >>> dtype_bytes("bf16"), dtype_bytes("q4_0")
     (2.0, 0.5625)
     """
-    full = dtype_name(name)
-    return DTYPE_BYTES[full]
+    return DTYPE_BYTES[dtype_name(name)]
 
 
 def dtype_name(name: str) -> str:

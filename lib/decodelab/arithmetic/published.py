@@ -55,9 +55,6 @@ class PublishedRow:
     features: np.ndarray | None
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
-
-
 def _number(raw: Mapping[str, str], column: str, *, unknown: float | None = None) -> float:
     """The cell as a number above 0; `unknown` where it is blank, or a length that was not published in tokens."""
     text = raw[column].strip()
@@ -167,11 +164,7 @@ def _rows(table: str | Path | Sequence[Mapping[str, str]]) -> list[PublishedRow]
     return read_rows(table) if isinstance(table, (str, Path)) else _parse_all(enumerate(table, 2), name="rows")
 
 
-# --- fitting ------------------------------------------------------------------------------------------------------
-
-
-def fit(rows: Sequence[PublishedRow], weights: Sequence[float], *, prior: np.ndarray, width: np.ndarray,
-        spread: float) -> np.ndarray:  # fmt: skip
+def fit(rows: Sequence[PublishedRow], weights: Sequence[float], *, prior: np.ndarray, width: np.ndarray, spread: float) -> np.ndarray:
     """Constants in units of START: least squared relative errors plus squared distance to the prior, none negative.
 
     An error beyond 1.5 spreads (a broken build, an eager run) counts by its size, not by its square.
@@ -205,9 +198,6 @@ def fit_group(members: Sequence[PublishedRow], *, prior: np.ndarray, like: Publi
     unlike = [sum(a != b for a, b in zip(row.traits, (like or row).traits, strict=True)) for row in rows]
     width = np.maximum(GROUP_WIDTH * prior, 0.05)
     return fit(rows, [UNLIKE**count for count in unlike], prior=prior, width=width, spread=GROUP_SPREAD)
-
-
-# --- the report ---------------------------------------------------------------------------------------------------
 
 
 def _usable_groups(rows: Iterable[PublishedRow]) -> dict[tuple[str, str], list[PublishedRow]]:
@@ -272,8 +262,6 @@ def table(result: Mapping) -> str:
     lines += [f"unfitted, {row['id']}: too few rows of {' / '.join(row['group'])}" for row in result["unfitted"]]
     return "\n".join(lines)
 
-
-# --- engine classes -----------------------------------------------------------------------------------------------
 
 ENGINES = {  # engine_class: Hardware.kind, hw_class, its decode rows (framework or source), its prefill rows
     "datacenter": ("gpu", "NVIDIA datacenter", "silybench", "H100 SXM vLLM"),

@@ -126,13 +126,11 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, caption:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Durations reduced: count, median, 95th percentile, extremes, in seconds; the warm-up left out is kept apart."""
+    """Durations reduced: count, median, 95th percentile, in seconds; the warm-up left out is kept apart."""
 
     n: int
     median_s: float
     p95_s: float
-    min_s: float
-    max_s: float
     first_s: float | None  # the first warm-up call, reported, never averaged
 
     def __str__(self) -> str:
@@ -151,7 +149,7 @@ def summarise(durations_s: Sequence[float], *, warmup: int = 0) -> Summary:
     if not kept:
         raise ValueError(f"{len(durations_s)} durations minus {warmup} of warm-up leave nothing to summarise; time more steps")
     p95 = kept[max(0, ceil(0.95 * len(kept)) - 1)]
-    return Summary(n=len(kept), median_s=median(kept), p95_s=p95, min_s=kept[0], max_s=kept[-1], first_s=durations_s[0] if warmup else None)
+    return Summary(n=len(kept), median_s=median(kept), p95_s=p95, first_s=durations_s[0] if warmup else None)
 
 
 @dataclass(frozen=True, kw_only=True)

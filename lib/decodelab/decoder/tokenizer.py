@@ -66,7 +66,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise TemplateError("this tokenizer has no chat template: it is not a chat model, or its file left it out; encode plain text")
-        for m in messages if isinstance(messages, list | tuple) else [messages]:
+        for m in messages if isinstance(messages, list | tuple) else [type(messages)]:
             _require(isinstance(m, dict) and all(isinstance(t, str) for t in m.values()), "message", m, "{'role': text, 'content': text}")
         text = render(self.template, {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None,
                                       "documents": None, "bos_token": self._text_of(self.start_id),

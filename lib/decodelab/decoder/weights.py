@@ -159,7 +159,7 @@ def find(source: str | Path) -> Path:
         path = Path(source if str(source).strip() else None).expanduser()
         folder, file = path.is_dir(), path.is_file()
     except (TypeError, RuntimeError, OSError) as error:  # empty or no text, "~nobody/m", a name too long
-        raise LoadError(f"{str(source)[:80]!r} is empty, too long or not a path ({error!r:.60}); give a .gguf file, a folder or a name") from None
+        raise LoadError(f"{str(source)[:80]!r} is empty, too long or not a path ({type(error).__name__}); give a file, folder or name") from None
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         raise LoadError(f"{path}: a pickle can run code when it is read, so it is refused; use the model's .safetensors or .gguf file")
     if folder or (file and path.suffix == ".gguf"):

@@ -358,8 +358,7 @@ class Ledger:
 
     def rows(self) -> list[tuple[str, ...]]:
         """(line, tensor, shape, times, bytes read, bytes written) for each tensor, and the sum."""
-        used = [(f"{e.line}", e.tensor, f"{e.shape}", f"{e.times}", f"{e.read_bytes:,}", f"{e.written_bytes:,}")
-                for e in self.entries.values()]  # fmt: skip
+        used = [(f"{e.line}", e.tensor, f"{e.shape}", f"{e.times}", f"{e.read_bytes:,}", f"{e.written_bytes:,}") for e in self.entries.values()]
         return [*used, ("", "sum", "", "", f"{self.read_bytes:,}", f"{self.written_bytes:,}")]
 
     def __repr__(self) -> str:

@@ -68,9 +68,6 @@ class Exercise:
         return [case.call(function) for case in self.cases()]
 
 
-# --- references that return one number where the library returns several ------------------------------------------
-
-
 def intercept_s(config: ModelConfig, constants: Constants, *, batch: int, weight_bytes_per_value: float) -> float:
     """a of t(n) = a + b*n: seconds of a step that finds nothing in the cache."""
     return cost.growth(config, constants, batch=batch, weight_bytes_per_value=weight_bytes_per_value).a_s
@@ -96,9 +93,6 @@ def answer_dollars(config: ModelConfig, constants: Constants, *, prompt: int, re
     """Dollars of one answer whose reasoning is hidden, one of `batch` that share the device."""
     work = {"prompt": prompt, "reasoning": reasoning, "answer": answer, "batch": batch}
     return planning.answer_cost(config, constants, dollars_per_hour=dollars_per_hour, watts=0, **work).dollars
-
-
-# --- cases --------------------------------------------------------------------------------------------------------
 
 
 def _random_shape(rng: random.Random) -> ModelConfig:
@@ -134,8 +128,7 @@ def _cases(rows: Sequence[tuple], names: Sequence[str] = ()) -> list[Case]:
     return cases
 
 
-def _drawn(seed: int, models: Sequence[str], *, constants: bool = False, random_shapes: int = 6,
-           **choices: Sequence) -> Callable[[], list[Case]]:  # fmt: skip
+def _drawn(seed: int, models: Sequence[str], *, constants: bool = False, random_shapes: int = 6, **choices: Sequence) -> Callable[[], list[Case]]:
     """Named models, then random shapes, each with one value drawn for every keyword, and random constants where asked."""
 
     def draw() -> list[Case]:
@@ -198,9 +191,6 @@ def _pass_cases() -> list[Case]:
     return _cases(rows, ("new_tokens", "context", "batch", "dtype_bytes"))
 
 
-# --- mistakes that several exercises share ------------------------------------------------------------------------
-
-
 def _terms(config, constants, *, context=0, batch, weight_bytes_per_value=2, kv_bytes_per_value=2):
     """Seconds of: reading the weights, their arithmetic, reading K and V, attention's arithmetic, overhead."""
     weight_bytes = cost.weight_bytes_per_step(config, dtype_bytes=weight_bytes_per_value, batch=batch)
@@ -246,9 +236,6 @@ def _ratio(flops: Callable, moved: Callable) -> Callable:
         return flops(F, S, batch) / moved(W, cost.kv_bytes(config, context=context, dtype_bytes=dtype_bytes), batch)
 
     return ratio
-
-
-# --- the exercises ------------------------------------------------------------------------------------------------
 
 
 def _exercise(reference: Callable, marks: tuple[int, int, int], cases: Callable, statement: str, *mistakes: tuple[str, Callable],
@@ -407,11 +394,14 @@ _ALL = (
         ("K and V have a format of their own: kv_bytes_per_value", lambda m, **k: planning.sequences_that_fit(m, **{**k, "kv_bytes_per_value": k["weight_bytes_per_value"]}))),
     _exercise(split_step_s, (9, 3, 2), _drawn(26, ("llama-3.1-8b", "llama-3.1-70b", "qwen3-4b", "smollm2-135m"), constants=True, random_shapes=8,
             devices=(1, 2, 8), context=(1000, 8000), exchange_s=(5e-6, 2e-5)),
-        "Write `split_step_s(config, constants, *, devices, context, exchange_s)`: the seconds of a step of one sequence when every matrix and the cache "
-        "are cut over `devices`. More than one of them exchange results twice in each layer, `exchange_s` each time; `cost.step_time(config, constants, "
-        "context=context)` is the step of one device, and `constants.overhead_s(config)` is what no device can share.",
+        "Write `split_step_s(config, constants, *, devices, context, exchange_s)`: the seconds of a step of one sequence when every matrix is cut over "
+        "`devices`, and the cache by whole heads, so over at most `config.n_kv_heads`. More than one device exchange results twice in each layer, "
+        "`exchange_s` each time; `cost.step_time(config, constants, context=context)` is the step of one device (with `context=0` it has no cache to read), "
+        "and `constants.overhead_s(config)` is what no device can share.",
         ("the overhead is paid on every device at once and does not shrink", lambda m, c, **k: split_step_s(m, c, **k) - (1 - 1 / k["devices"]) * c.overhead_s(m)),
         ("each layer has two exchanges, one after attention and one after the MLP", lambda m, c, **k: split_step_s(m, c, **{**k, "exchange_s": k["exchange_s"] / 2})),
+        ("K and V are cut by whole heads: devices beyond the KV heads hold them twice", lambda m, c, *, devices, context, exchange_s: split_step_s(
+            m, c, devices=devices, context=0, exchange_s=exchange_s) + (cost.step_time(m, c, context=context) - cost.step_time(m, c, context=0)) / devices),
         ("the exchanges are missing", lambda m, c, **k: split_step_s(m, c, **{**k, "exchange_s": 0})),
         ("one device exchanges with nobody", lambda m, c, **k: split_step_s(m, c, **k) + (k["devices"] == 1) * 2 * m.n_layers * k["exchange_s"]),
         ("an exchange is one for all devices at once; its seconds count once", lambda m, c, **k: split_step_s(m, c, **{**k, "exchange_s": k["exchange_s"] * k["devices"]})),

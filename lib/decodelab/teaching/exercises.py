@@ -20,9 +20,6 @@ RELATIVE_TOLERANCE = 1e-6
 NOT_ATTEMPTED = "not attempted yet"
 
 
-# --- what a lab calls ---------------------------------------------------------------------------------------------
-
-
 def check(name: str, answer: Callable) -> None:
     """Print `name: correct (n cases)`, or `name: not attempted yet` for an untouched stub.
 
@@ -55,9 +52,6 @@ def _exercise(name: str) -> Exercise:
     if name not in EXERCISES:
         raise catalog.UnknownName(f"no exercise {name!r}; there are: {', '.join(EXERCISES)}")
     return EXERCISES[name]
-
-
-# --- grading ------------------------------------------------------------------------------------------------------
 
 
 def _problem(exercise: Exercise, answer: Callable) -> str | None:
