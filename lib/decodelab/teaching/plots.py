@@ -372,8 +372,8 @@ def memory(weights: float, each: float, count: int, *, total: float, reserved_fr
     ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
 
 
-def step_bandwidth(result: Any, *, ax: Axes, title: str = "A step must be large before memory sets its time") -> None:
-    """Read bandwidth of the one-sequence steps of a SaturationResult against their bytes, the last-level cache shaded."""
+def step_bandwidth(result: Any, *, ax: Axes, reads: Sequence[float] = (), title: str = "A step must be large before memory sets its time") -> None:
+    """Read bandwidth of the one-sequence steps of a SaturationResult, and of `reads` of as many bytes, the last-level cache shaded."""
     single = [point for point in result.points if point.batch == 1]
     sizes = [point.bytes_per_step / 1e6 for point in single]
     if cached := result.card.machine.last_level_cache_bytes:
@@ -381,8 +381,10 @@ def step_bandwidth(result: Any, *, ax: Axes, title: str = "A step must be large 
     ax.semilogx(sizes, [p.bytes_per_step / p.predicted_s / 1e9 for p in single], color=PREDICTED, label="predicted")
     ax.axhline(result.roof_bytes_per_s / 1e9, linestyle="--", color=FLOOR, label="read roof")
     ax.plot(sizes, [point.read_bytes_per_s / 1e9 for point in single], "o", color=MEASURED, label="measured")
+    if reads:
+        ax.plot(sizes, [rate / 1e9 for rate in reads], "s", color=OTHER, label="reading alone, measured")
     ax.set(title=title, xlabel="MB moved per step", ylabel="GB/s read", xlim=(0.7 * sizes[0], 1.4 * sizes[-1]))
-    ax.set_ylim(0, 1.4 * max([result.roof_bytes_per_s, *(point.read_bytes_per_s for point in single)]) / 1e9)
+    ax.set_ylim(0, 1.4 * max([result.roof_bytes_per_s, *reads, *(p.read_bytes_per_s for p in single)]) / 1e9)
     ax.set_xticks(sizes, [units.significant(size, 2) for size in sizes])
     ax.minorticks_off()
     ax.legend(fontsize=9, ncols=2, loc="upper right")
