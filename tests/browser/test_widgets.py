@@ -13,9 +13,7 @@ WATCH = """picture => {
 }"""
 
 
-@pytest.mark.parametrize(
-    "lesson", ["00_start_here", "01_prefill_and_decode", "02_kv_cache", "04_long_context_is_not_decode_heavy", "05_bandwidth_and_batching"]
-)
+@pytest.mark.parametrize("lesson", ["01_prefill_and_decode", "02_kv_cache", "04_long_context_is_not_decode_heavy"])
 def test_slider_answers_with_a_number_and_a_picture(page, jupyter, lesson):
     """Each arrow key gives a new picture and other numbers; the median from key to picture is printed, not asserted."""
     open_notebook(page, *jupyter, f"/lab/workspaces/{lesson}/tree/my/lessons/{lesson}.ipynb")
