@@ -121,10 +121,8 @@ def run_estimate(arguments: argparse.Namespace) -> tuple[dict, str]:
         raise ValueError(f"prompt {arguments.prompt:,} + output {arguments.output:,} - 1 = {work.slots:,} tokens, but {config.name} has "
                          f"{config.max_context:,} positions. {advice}")  # fmt: skip
     if known is None:
-        from decodelab.decoder import weights
         from decodelab.measuring import machine
 
-        weights.check_dtype(dtype, "cpu")
         card = machine.card(dtype, say=say)
         name, floor, likely, engine = card.machine.processor, card.floor(), card.constants(config), "this machine's card"
     else:

@@ -5,6 +5,7 @@ TTFT, ITL, TPOT and MBU are defined once, below.
 
 import html
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from math import ceil, isfinite
@@ -106,6 +107,11 @@ class Card:
             ):
                 raise ValueError(f"{name} is {value!r} on the card")
         return cls(**{**values, "machine": Machine(**values["machine"])})
+
+
+def home() -> Path:
+    """Where cards, predictions and records are kept: DECODELAB_HOME, else ~/.decodelab."""
+    return Path(os.environ.get("DECODELAB_HOME") or Path.home() / ".decodelab")
 
 
 def finite(value: object) -> object:

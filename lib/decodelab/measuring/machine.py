@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from decodelab.arithmetic.catalog import ModelConfig, slug
 from decodelab.arithmetic.cost import weight_bytes_per_step
-from decodelab.arithmetic.records import Card, Machine, fit_line
+from decodelab.arithmetic.records import Card, Machine, fit_line, home
 from decodelab.decoder.generate import decode_step
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import sample
@@ -43,11 +43,6 @@ def budget(seconds: float) -> float:
     if not seconds > 0 or not re.fullmatch(r"inf|\d*\.?\d+", asked) or not float(asked) > 0:
         raise ValueError(f"the budget is {seconds} s and DECODELAB_BUDGET_S {asked!r}; both must be seconds above 0")
     return min(seconds, float(asked))
-
-
-def home() -> Path:
-    """Where cards, predictions and records are kept: DECODELAB_HOME, else ~/.decodelab."""
-    return Path(os.environ.get("DECODELAB_HOME") or Path.home() / ".decodelab")
 
 
 def usable_threads(affinity: int, *, quota_cpus: float | None = None) -> int:

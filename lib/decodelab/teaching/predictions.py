@@ -6,7 +6,6 @@ result is not scored. The log is predictions.jsonl in ~/.decodelab (DECODELAB_HO
 
 import html
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import ipywidgets
 
-from decodelab.arithmetic.records import finite, html_table
+from decodelab.arithmetic.records import finite, home, html_table
 from decodelab.arithmetic.units import significant
 
 _asked: dict[str, tuple[str, float | None]] = {}  # this kernel's open questions: key -> (unit, the number entered)
@@ -52,7 +51,7 @@ class Outcome:
 
 def log_file() -> Path:
     """Where predictions are kept."""
-    return Path(os.environ.get("DECODELAB_HOME") or Path.home() / ".decodelab") / "predictions.jsonl"
+    return home() / "predictions.jsonl"
 
 
 def read_number(text: str, unit: str) -> float:
