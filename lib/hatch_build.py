@@ -1,18 +1,18 @@
-"""Puts data/*.csv and data/runs/ of the repository into the wheel as decodelab/data."""
+"""Puts data/*.csv, data/runs/ and labs/exercises.py of the repository into the wheel, below decodelab/."""
 
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class DataHook(BuildHookInterface):
-    """Leaves an editable install alone: there the library reads the repository's own data."""
+class CourseFiles(BuildHookInterface):
+    """Leaves an editable install alone: there the library reads the repository's own files."""
 
     def initialize(self, version: str, build_data: dict) -> None:
-        """Add each file under the path that decodelab.arithmetic.catalog.data_dir() looks at first."""
+        """Add each file under the path that decodelab.arithmetic.catalog.course_file() looks at first."""
         if version == "editable":
             return
-        data = Path(self.root).parent / "data"
-        for file in [*data.glob("*.csv"), *data.glob("runs/**/*")]:
+        course = Path(self.root).parent
+        for file in [*course.glob("data/*.csv"), *course.glob("data/runs/**/*"), course / "labs" / "exercises.py"]:
             if file.is_file():
-                build_data["force_include"][str(file)] = f"decodelab/data/{file.relative_to(data).as_posix()}"
+                build_data["force_include"][str(file)] = f"decodelab/{file.relative_to(course).as_posix()}"

@@ -15,9 +15,8 @@ import nbformat
 import pytest
 from nbgrader.nbgraderformat import MetadataValidator
 
-from decodelab.teaching.exercises import EXERCISES
 from labs import make_student
-from test_exercises import learners
+from test_exercises import EXERCISES, learners
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = make_student.sources()
@@ -153,11 +152,9 @@ def cell_of(notebook: nbformat.NotebookNode, grade_id: str) -> nbformat.Notebook
 def mutant(path: Path) -> nbformat.NotebookNode:
     """A wrong answer in each of the learner's cells."""
     notebook = exercises_only(SOURCES[path])
-    notebook.cells[
-        0
-    ].source += f"\nfrom types import FunctionType\nfrom decodelab.teaching.exercise_list import EXERCISES\n\n\n{inspect.getsource(learners)}"
+    notebook.cells[0].source += f"\nfrom types import FunctionType\n\n\n{inspect.getsource(learners)}"
     for name in names_in(path):
-        cell_of(notebook, name).source = f'{name} = learners(EXERCISES["{name}"].mistakes[0].wrong)'
+        cell_of(notebook, name).source = f'{name} = learners(exercises.load()["{name}"].mistakes[0].wrong)'
     return notebook
 
 

@@ -1,17 +1,19 @@
 """Each exercise, without a kernel: the reference passes, every mistake fails with its own hint, a stub with none."""
 
 import inspect
+import subprocess
+import sys
 from functools import partial
 from itertools import combinations
 from types import FunctionType
 
 import pytest
 
-from decodelab.arithmetic import catalog, cost
+from decodelab.arithmetic import catalog, cost, planning
 from decodelab.arithmetic.catalog import UnknownName
-from decodelab.teaching import exercise_list, exercises
-from decodelab.teaching.exercise_list import EXERCISES
+from decodelab.teaching import exercises
 
+EXERCISES = exercises.load()
 ALL = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)
 MISTAKES = [(exercise, number) for exercise in EXERCISES.values() for number in range(len(exercise.mistakes))]
 EACH_MISTAKE = pytest.mark.parametrize(("exercise", "number"), MISTAKES, ids=[f"{e.name}-{number}" for e, number in MISTAKES])
@@ -120,19 +122,38 @@ def test_b070_prefill_sees_half_of_its_square_and_decode_all_of_its_context():
 def test_a_and_b_make_the_step_and_its_sum_the_answer():
     """t(n) = a + b*n is step_time, and decode_s its sum over prompt + 1 ... prompt + output - 1."""
     config, machine = catalog.model("llama-3.1-8b"), cost.floor_constants(catalog.hardware("h200-sxm"))
-    a = exercise_list.intercept_s(config, machine, batch=1, weight_bytes_per_value=2)
-    b = exercise_list.slope_s_per_token(config, machine, batch=1, kv_bytes_per_value=2)
+    a = EXERCISES["intercept_s"].reference(config, machine, batch=1, weight_bytes_per_value=2)
+    b = EXERCISES["slope_s_per_token"].reference(config, machine, batch=1, kv_bytes_per_value=2)
     assert a + 4096 * b == pytest.approx(cost.step_time(config, machine, context=4096))
     total = sum(cost.step_time(config, machine, context=n) for n in range(101, 150))
-    assert exercise_list.decode_s(config, machine, prompt=100, output=50) == pytest.approx(total)
+    assert EXERCISES["decode_s"].reference(config, machine, prompt=100, output=50) == pytest.approx(total)
+
+
+def test_one_formula_for_the_ridge():
+    """The exercise takes a card; lessons and sweeps take its floor and the bytes of its format."""
+    found, sizes = EXERCISES["ridge_batch"], {"float32": 4, "bfloat16": 2}
+    cases = [case.arguments for case in found.cases()]
+    assert {card.dtype for _, card in cases} == set(sizes)
+    for config, card in cases:
+        assert found.reference(config, card) == planning.ridge_batch(config, card.floor(), weight_bytes_per_value=sizes[card.dtype])
 
 
 def test_the_cases_of_step_time_are_bound_by_each_term_in_turn():
-    terms = [exercise_list._terms(*case.arguments, **case.keywords) for case in EXERCISES["step_time"].cases()]
+    terms = [EXERCISES["step_time"].cases.__globals__["_terms"](*case.arguments, **case.keywords) for case in EXERCISES["step_time"].cases()]
     weights, products, reads, scores, overhead = zip(*terms, strict=True)
     for longer, shorter in [(weights, products), (products, weights), (reads, scores), (scores, reads)]:
         assert any(a > 1.1 * b for a, b in zip(longer, shorter, strict=True))
     assert min(overhead) == 0 < max(overhead)
+
+
+def test_the_list_is_read_on_first_use_and_needs_no_torch():
+    """What a browser edition could load: of the library, arithmetic and teaching alone."""
+    ask = """import sys
+from decodelab.teaching import exercises
+print(exercises.load.cache_info().currsize, len(exercises.load()), exercises.load.cache_info().currsize)
+print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("decodelab.")}), "torch" in sys.modules)"""
+    said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    assert said.stdout.splitlines() == [f"0 {len(EXERCISES)} 1", "['arithmetic', 'teaching'] False"], said.stderr
 
 
 @ALL

@@ -194,10 +194,10 @@ def test_settings_are_known_to_the_installed_jupyterlab():
         jsonschema.validate(values, schema)
 
 
-def test_wheel_carries_the_data(tmp_path):
-    """A wheel built from the repository holds every data/*.csv and data/runs/ where data_dir() looks first."""
+def test_wheel_carries_the_data_and_the_exercises(tmp_path):
+    """A wheel built from the repository holds data/*.csv, data/runs/ and the exercises where course_file() looks first."""
     ignore = shutil.ignore_patterns("models", "__pycache__", "build", "dist", "*.egg-info")
-    for name in ("lib", "data"):
+    for name in ("lib", "data", "labs"):
         shutil.copytree(course.ROOT / name, tmp_path / name, ignore=ignore)
     (tmp_path / "data" / "runs" / "h200").mkdir(parents=True, exist_ok=True)
     (tmp_path / "data" / "runs" / "h200" / "one.jsonl").write_text("{}\n")
@@ -209,11 +209,18 @@ def test_wheel_carries_the_data(tmp_path):
     tables = {f"decodelab/data/{path.name}" for path in (course.ROOT / "data").glob("*.csv")}
     assert tables and tables <= names
     assert "decodelab/data/runs/h200/one.jsonl" in names
+    assert [name for name in names if "/labs/" in name] == ["decodelab/labs/exercises.py"]
     assert not [name for name in names if name.endswith(".gguf")]
-    ask = "from decodelab.arithmetic import catalog; print(catalog.data_dir())"
+    ask = """from decodelab.arithmetic import catalog
+from decodelab.teaching import exercises
+print(catalog.data_dir())
+print(exercises.load()["decode_s"].reference.__code__.co_filename)
+exercises.check("amdahl", lambda share, *, speedup: 1 / (1 - share + share / speedup))"""
     alone = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     found = subprocess.run([sys.executable, "-c", ask], env=alone, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.strip() == str(tmp_path / "site" / "decodelab" / "data"), found.stderr
+    package = tmp_path / "site" / "decodelab"
+    wanted = [str(package / "data"), str(package / "labs" / "exercises.py"), "amdahl: correct (12 cases)"]
+    assert found.stdout.splitlines() == wanted, found.stderr
 
 
 def loaded(root: Path, monkeypatch):

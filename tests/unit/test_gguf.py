@@ -1,11 +1,13 @@
 """GGUF: block layouts by hand, tensor order, rotary rows, and files that are cut or are something else."""
 
 import struct
+from dataclasses import replace
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from decodelab.arithmetic.catalog import ModelConfig, RopeScaling
 from decodelab.decoder import weights
@@ -15,9 +17,11 @@ from decodelab.decoder.weights import LoadError, dequantise
 KIND = gguf.GGMLQuantizationType
 SHAPE = {"n_layers": 2, "hidden": 64, "intermediate": 96, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab_size": 50, "max_context": 32}
 LLAMA = ModelConfig(name="tiny", **SHAPE, rope_base=5e4, norm_eps=1e-6)
+QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True)
+QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, head_dim=24)
 GPT2 = ModelConfig(name="tiny", **{**SHAPE, "n_kv_heads": 4}, family="gpt2", gated_mlp=False, qkv_bias=True, attention_out_bias=True)
 NAMES = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output", "attention_norm": "attn_norm",
-         "q": "attn_q", "k": "attn_k", "v": "attn_v", "out": "attn_output", "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up",
+         "q": "attn_q", "k": "attn_k", "v": "attn_v", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "out": "attn_output", "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up",
          "down": "ffn_down"}  # fmt: skip
 
 
@@ -62,8 +66,8 @@ def test_plain_types_keep_their_values():
 
 
 def permuted(matrix, heads):
-    """The row order llama.cpp's converter gives q and k: the two halves of a head interleaved."""
-    return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+    """The row order llama.cpp's converter gives Llama's q and k, matrix or bias: the two halves of a head interleaved."""
+    return matrix.reshape(heads, 2, -1, *matrix.shape[1:]).swapaxes(1, 2).reshape(matrix.shape)
 
 
 def stored_tensors(model, config):
@@ -72,7 +76,7 @@ def stored_tensors(model, config):
     for name, parameter in model.named_parameters():
         parts, value = name.split("."), parameter.numpy().copy()
         block = f"blk.{parts[1]}." if parts[0] == "blocks" else ""
-        if parts[-2] in ("q", "k") and not config.is_gpt2:
+        if parts[-2] in ("q", "k") and config.family == "llama":
             value = permuted(value, config.n_heads if parts[-2] == "q" else config.n_kv_heads)
         found[f"{block}{NAMES[parts[-2]]}.{parts[-1]}"] = value
     if config.is_gpt2:
@@ -83,13 +87,14 @@ def stored_tensors(model, config):
 
 
 def write(path, tensors, config=LLAMA, *, kind=KIND.F32, arch=None, extra=(), leave_out=()):
-    arch = arch or ("gpt2" if config.is_gpt2 else "llama")
+    arch = arch or config.family
     writer = gguf.GGUFWriter(str(path), arch)
     norm = "layer_norm_epsilon" if config.is_gpt2 else "layer_norm_rms_epsilon"
     numbers = {"block_count": config.n_layers, "embedding_length": config.hidden, "feed_forward_length": config.intermediate,
                "attention.head_count": config.n_heads, "attention.head_count_kv": config.n_kv_heads,
                "context_length": config.max_context, "rope.dimension_count": config.head_dim, "rope.freq_base": config.rope_base,
-               f"attention.{norm}": config.norm_eps, **dict(extra)}  # fmt: skip
+               f"attention.{norm}": config.norm_eps, **({"attention.key_length": config.head_dim} if config.family == "qwen3" else {}),
+               **dict(extra)}  # fmt: skip
     for key, value in numbers.items():
         if key not in leave_out:
             add = {str: writer.add_string, int: writer.add_int32, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}[
@@ -134,6 +139,55 @@ def test_llama_with_permuted_q_and_k(llama, llama_file):
     assert config.norm_eps == pytest.approx(1e-6) and not config.tied_embeddings
     swapped = permuted(llama.blocks[0].attention.q.weight.numpy(), 4)
     assert not np.array_equal(swapped, llama.blocks[0].attention.q.weight.numpy())
+
+
+def shaken(config, *, seed):
+    """Random weights with norms away from one, so that a norm put in the wrong place or left out shows."""
+    model = weights.random(config, seed=seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, replace(LLAMA, qkv_bias=True, attention_out_bias=True), replace(QWEN3, qkv_bias=True)],
+                         ids=["qwen2", "qwen3", "llama with biases", "qwen3 with biases"])  # fmt: skip
+def test_qwen_keeps_the_order_of_q_and_k_and_llama_permutes_its_biases_too(tmp_path, config):
+    model = shaken(config, seed=7)
+    loaded = weights.load(write(tmp_path / "tiny.gguf", stored_tensors(model, config), config))
+    assert_same(loaded, model)
+    assert (loaded.config.qkv_bias, loaded.config.attention_out_bias, loaded.config.qk_norm, loaded.config.head_dim) == (
+        config.qkv_bias, config.attention_out_bias, config.qk_norm, config.head_dim)  # fmt: skip
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    first, second = (m(ids, cache=m.new_cache(max_len=8), every_row=True) for m in (model, loaded))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, replace(QWEN3, head_dim=128)], ids=["llama", "qwen2", "qwen3"])
+def test_transformers_reads_the_same_file_as_the_same_model(tmp_path, config):
+    """An independent reader agrees on where q and k are permuted. It takes Qwen3's head size to be 128 whatever the file says."""
+    path = write(tmp_path / "tiny.gguf", stored_tensors(shaken(config, seed=9), config), config, extra={"vocab_size": 50}.items())
+    reference, model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32), weights.load(path)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = reference(ids).logits
+    assert expected.std() > 0.01
+    assert (model(ids, cache=model.new_cache(max_len=20), every_row=True) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("config", "arch", "name"), [
+    (QWEN2, "qwen2", "k.bias"), (QWEN3, "qwen3", "k_norm.weight"), (QWEN3, "qwen3", "q_norm.weight"), (QWEN2, "llama", "k.bias"),
+])  # fmt: skip
+def test_a_bias_or_norm_that_one_layer_lacks(tmp_path, config, arch, name):
+    """A bias or norm of one layer is missing, whichever architecture the file names."""
+    tensors = stored_tensors(weights.random(config), config)
+    del tensors[f"blk.1.{NAMES[name.split('.')[0]]}.{name.split('.')[1]}"]
+    refused(rf"1 missing tensor\(s\): blocks.1.attention.{name}", write(tmp_path / "a.gguf", tensors, config, arch=arch))
+
+
+def test_qwen2_without_any_bias_is_incomplete(tmp_path):
+    tensors = {name: value for name, value in stored_tensors(weights.random(QWEN2), QWEN2).items() if not name.endswith("bias")}
+    refused(r"6 missing tensor\(s\): blocks.0.attention.q.bias", write(tmp_path / "a.gguf", tensors, QWEN2))
 
 
 def test_gpt2_with_fused_qkv(tmp_path):
@@ -201,7 +255,7 @@ def test_what_the_metadata_may_not_ask_for(llama, tmp_path, extra, cause):
 
 def test_architecture_and_missing_keys(llama, tmp_path):
     tensors = stored_tensors(llama, LLAMA)
-    refused("architecture 'qwen3' is not supported; supported: gpt2, llama", write(tmp_path / "a.gguf", tensors, arch="qwen3"))
+    refused("architecture 'qwen3moe' is not supported; supported: gpt2, llama, qwen2, qwen3", write(tmp_path / "a.gguf", tensors, arch="qwen3moe"))
     refused("block_count is absent", write(tmp_path / "b.gguf", tensors, leave_out=("block_count",)))
 
 

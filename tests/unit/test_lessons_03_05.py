@@ -13,7 +13,7 @@ from decodelab.arithmetic.catalog import Workload
 from decodelab.arithmetic.records import Card, Machine, Run, StepRecord
 from decodelab.measuring import experiments
 from decodelab.teaching import plots, predictions, widgets
-from tiny import GPT2, LLAMA, decoder
+from tiny import LLAMA, decoder
 
 HERE = Machine(processor="test", threads=2, torch="0", device="cpu", system="test", memory_bytes=8 * 10**9, last_level_cache_bytes=1000, load=None)
 CARD = Card(machine=HERE, dtype="float32", path="eager", read_bytes_per_s=40e9, copy_bytes_per_s=40e9, matvec_bytes_per_s=20e9,
@@ -88,11 +88,7 @@ def test_batch_sweep_puts_the_formula_beside_each_batch():
     formats = {"weight_bytes_per_value": 4, "kv_bytes_per_value": 4}
     assert four.predicted_s == cost.step_time(WIDE, CARD.constants(WIDE), context=32, batch=4, **formats)
     assert four.bytes_per_step == cost.weight_bytes_per_step(WIDE, dtype_bytes=4, batch=4) + 4 * cost.kv_bytes(WIDE, context=32, dtype_bytes=4)
-    assert result.ridge_batch == experiments.ridge_batch(WIDE, CARD)
-
-
-def test_one_formula_for_the_ridge():
-    assert experiments.ridge_batch(GPT2, CARD) == planning.ridge_batch(GPT2, CARD.floor(), weight_bytes_per_value=4)
+    assert result.ridge_batch == planning.ridge_batch(WIDE, CARD.floor(), weight_bytes_per_value=4)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

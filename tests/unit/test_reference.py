@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from decodelab.decoder import weights
@@ -117,16 +118,20 @@ def saved(tmp_path):
     return save
 
 
+def shake(reference):
+    """Moves biases and norms: transformers starts them at zero and at one, and real ones are not."""
+    for name, parameter in reference.named_parameters():
+        if name.endswith("bias") or "norm" in name or "ln_" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return reference
+
+
 def random_ids(vocabulary, rows, columns):
     return torch.randint(0, vocabulary, (rows, columns), generator=torch.Generator().manual_seed(8))
 
 
 def test_gpt2_logits(saved):
-    path, reference = saved(GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=131, n_positions=64, initializer_range=0.2)))
-    for name, parameter in reference.named_parameters():  # transformers starts biases at zero and norms at one; real ones are not
-        if name.endswith("bias") or "ln_" in name:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    reference.save_pretrained(path)
+    path, reference = saved(shake(GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=131, n_positions=64, initializer_range=0.2))))
     ids = random_ids(131, 3, 64)
     model = weights.load(path)
     assert model.config.is_gpt2 and model.config.tied_embeddings
@@ -139,13 +144,65 @@ def test_gpt2_logits(saved):
     {"tie_word_embeddings": False, "head_dim": 24, "rms_norm_eps": 1e-3},
     {"tie_word_embeddings": False, "num_key_value_heads": 1},
     {"tie_word_embeddings": False, "num_key_value_heads": 4},
-], ids=["tied", "untied", "explicit head_dim", "one KV head", "as many KV heads"])  # fmt: skip
+    {"tie_word_embeddings": False, "attention_bias": True},
+], ids=["tied", "untied", "explicit head_dim", "one KV head", "as many KV heads", "biases"])  # fmt: skip
 def test_llama_logits(saved, more):
-    path, reference = saved(LlamaForCausalLM(LlamaConfig(**{**LLAMA, **more})))
+    path, reference = saved(shake(LlamaForCausalLM(LlamaConfig(**{**LLAMA, **more}))))
     ids = random_ids(131, 2, 90)
     model = weights.load(path)
     assert model.config.tied_embeddings is more["tie_word_embeddings"]
     assert (every_logit(model, ids) - reference_logits(reference, ids)).abs().max() < TOLERANCE
+
+
+QWEN = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 untied, other base": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2, windows off": ("Qwen2", {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "qwen3 untied, one KV head": ("Qwen3", {"head_dim": 40, "num_key_value_heads": 1}),
+    "qwen3 with biases": ("Qwen3", {"head_dim": 24, "attention_bias": True}),
+}
+
+
+def qwen(kind, more):
+    """A reference model of this architecture, its biases and norms shaken."""
+    config = getattr(transformers, f"{kind}Config")(**{**LLAMA, **more})
+    return shake(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
+@pytest.mark.parametrize("kind", QWEN)
+def test_qwen_logits_from_one_file_and_from_shards(saved, tmp_path, kind):
+    """Equal to the reference in one pass, token by token and in chunks; the head size is never hidden / heads in Qwen3."""
+    path, reference = saved(qwen(*QWEN[kind]))
+    reference.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2 and (path / "model.safetensors").exists()
+    ids = random_ids(131, 2, 90)
+    expected = reference_logits(reference, ids)
+    for folder in (path, tmp_path / "shards"):
+        model = weights.load(folder)
+        assert (every_logit(model, ids) - expected).abs().max() < TOLERANCE
+    for sizes in ((1,) * 90, (1, 30, 7, 52), (64, 1, 1, 24)):
+        cache = model.new_cache(max_len=90, batch=2)
+        pieces = [model(piece, cache=cache, every_row=True) for piece in ids.split(sizes, dim=1)]
+        assert (torch.cat(pieces, dim=1) - expected).abs().max() < TOLERANCE, sizes
+
+
+def test_qwen3_without_a_head_size_has_128(saved):
+    """transformers reads a config that leaves it out so."""
+    path, reference = saved(qwen("Qwen3", {"head_dim": 128}))
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("head_dim") == 128
+    (path / "config.json").write_text(json.dumps(config))
+    ids = random_ids(131, 1, 20)
+    assert (every_logit(weights.load(path), ids) - reference_logits(reference, ids)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("part", ["attention.q.bias", "attention.v.bias", "attention.q_norm.weight", "attention.k_norm.weight"])
+def test_a_qwen_bias_or_norm_left_out_fails_the_comparison(saved, part):
+    path, reference = saved(qwen(*QWEN["qwen2" if part.endswith("bias") else "qwen3"]))
+    model, ids = weights.load(path), random_ids(131, 1, 20)
+    dict(model.named_parameters())[f"blocks.1.{part}"].fill_(part.endswith("weight"))
+    assert (every_logit(model, ids) - reference_logits(reference, ids)).abs().max() > 100 * TOLERANCE
 
 
 def test_llama3_rope_scaling(saved):

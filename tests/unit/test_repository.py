@@ -57,14 +57,18 @@ def cells(notebook: Path) -> list[dict]:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(LIBRARY).as_posix())
 def test_imports_run_downward(module):
-    """arithmetic, decoder, measuring, serving, teaching, cli: each imports itself and what stands before it."""
+    """arithmetic, decoder, measuring, serving, teaching, cli: each imports itself and what stands before it.
+
+    teaching imports arithmetic only, and neither needs torch: both could run in a browser.
+    """
     names = imported(module)
     if room(module) != "__init__":
         above = ROOMS[ROOMS.index(room(module)) + 1 :]
         upward = [name for name in names if name.split(".")[:2] in [["decodelab", other] for other in above]]
         assert upward == []
-    if room(module) == "arithmetic":
+    if room(module) in ("arithmetic", "teaching"):
         assert not {name for name in names if name.split(".")[0] in ("torch", "gguf", "transformers", "safetensors")}
+        assert {name.split(".")[1] for name in names if name.startswith("decodelab.")} <= {"arithmetic", "teaching"}
     for package, files in OWNERS.items():
         uses = any(name.split(".")[0] == package for name in names)
         assert not uses or module.relative_to(LIBRARY).as_posix() in files

@@ -72,9 +72,9 @@ def test_chat_is_what_transformers_renders(smollm, reference):
 # Files made for one question each. The vocabulary: 256 bytes, three merges, a start and an end token.
 
 
-def tiny_gguf(path, *, pre="gpt-2", model="gpt2", add_start=None, chat=None, leave_out=(), extra=()):
+def tiny_gguf(path, *, pre="gpt-2", model="gpt2", add_start=None, chat=None, special=("<s>", "</s>"), leave_out=(), extra=()):
     alphabet = list(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
-    tokens = [*alphabet, "he", "hel", "<s>", "</s>", "12"]
+    tokens = [*alphabet, "he", "hel", *special, "12"]
     writer = gguf.GGUFWriter(str(path), "llama")
     fields = {"model": (writer.add_tokenizer_model, model), "pre": (writer.add_tokenizer_pre, pre), "tokens": (writer.add_token_list, tokens),
               "merges": (writer.add_token_merges, ["h e", "he l", "1 2"]), "types": (writer.add_token_types, [1] * 258 + [3, 3, 1]),
@@ -123,19 +123,35 @@ def test_llama_bpe_adds_the_start_token_unless_told_otherwise(tmp_path):
     assert load_tokenizer(tiny_gguf(tmp_path / "b.gguf", pre="llama-bpe", add_start=False)).encode("he") == [256]
 
 
-def test_llama_bpe_words_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+def test_words_are_those_of_transformers(tmp_path, pre):
     """The words, cut by the pattern that transformers holds for the same name, with the `regex` module."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    pattern = regex.compile(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"])
-    splitter = load_tokenizer(tiny_gguf(tmp_path / "a.gguf", pre="llama-bpe"))._backend.pre_tokenizer
+    pattern = regex.compile(GGUF_PRE_TOKENIZER_SPLITS[pre])
+    splitter = load_tokenizer(tiny_gguf(tmp_path / "a.gguf", pre=pre))._backend.pre_tokenizer
     for text in TEXTS + DIGITS:
         words = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
         assert words == pattern.findall(text)
 
 
+def test_qwen2_from_a_gguf_and_from_a_folder_is_the_tokenizer_of_transformers(tmp_path):
+    """Same ids for every text, letters and their accents joined first; no start token unless the file asks."""
+    alphabet = list(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    tokens = {token: i for i, token in enumerate([*alphabet, "he", "hel", "<|endoftext|>", "<|im_end|>", "12"])}
+    reference = transformers.Qwen2Tokenizer(vocab=tokens, merges=[("h", "e"), ("he", "l"), ("1", "2")], eos_token="<|im_end|>")
+    reference.save_pretrained(tmp_path / "folder")
+    folder = load_tokenizer(tmp_path / "folder")
+    file = load_tokenizer(tiny_gguf(tmp_path / "a.gguf", pre="qwen2", special=("<|endoftext|>", "<|im_end|>")))
+    for text in [*TEXTS, *DIGITS, "hello 12 112", "cafe\u0301 A\u030a \u1100\u1161", "hel<|im_end|>"]:
+        ids = reference(text).input_ids
+        assert file.encode(text) == folder.encode(text) == ids, text
+        assert file.decode(ids) == folder.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert file.end_ids == folder.end_ids == (259,) and not file.adds_start
+
+
 @pytest.mark.parametrize(("options", "cause"), [
-    ({"pre": "qwen2"}, "pre-tokenizer 'qwen2' is unknown here and a guess would change the ids; known: gpt-2, llama-bpe, smollm"),
+    ({"pre": "tekken"}, "pre-tokenizer 'tekken' is unknown here and a guess would change the ids; known: gpt-2, llama-bpe, qwen2, smollm"),
     ({"pre": "default"}, "pre-tokenizer 'default'"),
     ({"leave_out": ("pre",)}, "pre-tokenizer None"),
     ({"model": "llama"}, "tokenizer model 'llama' is not supported"),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from decodelab.arithmetic import catalog
+from decodelab.arithmetic import catalog, cost
 from decodelab.decoder import weights
 from decodelab.decoder.weights import LoadError
 
@@ -202,12 +202,9 @@ def safetensors_file(path, header, data=b""):
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer"),
     (b"", "empty file"),
     (b"\x10\x00\x00\x00", "4 bytes is too short"),
-    (struct.pack("<Q", 2_336_927_755_350_992_246) + b"{}" * 8, "claims 2,336,927,755,350,992,246 bytes and the file has 24"),
-    (struct.pack("<Q", 4) + b"abcd" * 4, "not a safetensors header"),
-    (struct.pack("<Q", 2) + b"[]", "not a safetensors header"),
-    (struct.pack("<Q", 14) + b'{"a": {"b": 1}', "not a safetensors header"),
-    (struct.pack("<Q", 99_999) + b"[" * 99_999, "not a safetensors header"),
-    (struct.pack("<Q", 43) + b'{"a": {"dtype": 5, "data_offsets": [0, 0]}}', "type 5 are not read"),
+    *((struct.pack("<Q", length) + header, f"its {8 + len(header):,} bytes are not what a safetensors header says") for length, header in (
+        (2_336_927_755_350_992_246, b"{}" * 8), (4, b"abcd" * 4), (18, b"[]" * 9), (18, b'{"a":\n {"b": 1} }'), (99_999, b"[" * 99_999),
+        (43, b'{"a": {"dtype": 5, "data_offsets": [0, 0]}}'), (59, b'{"a": {"dtype": "x\\ny", "shape": [0], "data_offsets": [0,0]}}'))),
 ])  # fmt: skip
 def test_b078_what_is_there_instead_of_weights(llama_source, tmp_path, content, cause):
     path = changed(llama_source, tmp_path)
@@ -239,6 +236,8 @@ def test_b078_a_header_of_100_000_bytes_is_valid(llama_source, tmp_path):
 def test_other_tensor_types_are_refused_by_name(llama_source, tmp_path):
     path = changed(llama_source, tmp_path, tensors=lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}))
     refused("type F8_E4M3 are not read; supported: F32, F16, BF16", weights.load, path)
+    path = changed(llama_source, tmp_path / "buffer", tensors=lambda t: t.update({"rotary_emb.inv_freq": torch.zeros(4, dtype=torch.int8)}))
+    assert torch.equal(weights.load(path).embed.weight, weights.load(llama_source).embed.weight)  # a buffer is not read in any type
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -256,14 +255,7 @@ def test_no_pickle(llama_source, tmp_path):
         refused("a pickle can run code", weights.load, tmp_path / name)
     path = changed(llama_source, tmp_path)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    refused("only pickled weights", weights.load, path)
-
-
-def test_a_sharded_model_is_refused(llama_source, tmp_path):
-    path = changed(llama_source, tmp_path)
-    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
-    (path / "model.safetensors.index.json").write_text("{}")
-    refused("split over several files", weights.load, path)
+    refused("no model.safetensors and no index of shards; pickled weights are not read", weights.load, path)
 
 
 def test_paths_that_hold_no_model(llama_source, tmp_path):
@@ -295,12 +287,107 @@ def test_names_that_mean_no_file(tmp_path, monkeypatch, name, cause):
     refused(cause, weights.load, name)
 
 
+# Weights in several files.
+
+
+@pytest.fixture(scope="module")
+def sharded_source(llama_source, tmp_path_factory):
+    """The same model as `llama_source`, in shards."""
+    path = tmp_path_factory.mktemp("sharded")
+    LlamaForCausalLM.from_pretrained(llama_source).save_pretrained(path, max_shard_size="20KB")
+    assert not (path / "model.safetensors").exists() and len(list(path.glob("model-?????-of-?????.safetensors"))) > 2
+    return path
+
+
+def placed_by(path):
+    return json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def test_shards_are_the_same_model_as_one_file(sharded_source, llama_source):
+    whole = dict(weights.load(llama_source).named_parameters())
+    for source in (sharded_source, sharded_source / "model.safetensors.index.json"):
+        parts = dict(weights.load(source).named_parameters())
+        assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_one_whole_file_goes_before_shards(sharded_source, llama_source, tmp_path):
+    path = changed(llama_source, tmp_path)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "absent.safetensors"}}')
+    assert torch.equal(weights.load(path).embed.weight, weights.load(sharded_source).embed.weight)
+
+
+def test_a_missing_shard_is_named(sharded_source, tmp_path):
+    path = changed(sharded_source, tmp_path)
+    shard = placed_by(path)["model.norm.weight"]
+    (path / shard).unlink()
+    refused(rf"1 of \d+ shards are not there: {shard}; download", weights.load, path)
+
+
+def test_shard_and_index_hold_the_same_tensors(sharded_source, tmp_path):
+    """A tensor in the shard alone, in the index alone, or placed by the index in another shard that lacks it."""
+    index = {"weight_map": placed_by(sharded_source)}
+    norm, head = (index["weight_map"][name] for name in ("model.norm.weight", "lm_head.weight"))
+    assert norm != head
+    extra, moved = {"model.extra.weight": norm}, {"model.norm.weight": head}
+    for i, (placed, file, cause) in enumerate((
+        (lambda m: m.pop("model.norm.weight"), norm, "'model.norm.weight' is in this shard only"),
+        (lambda m: m.update(extra), norm, "'model.extra.weight' is in the index only"),
+        (lambda m: m.update(moved), head, "'model.norm.weight' is in the index only"),
+    )):  # fmt: skip
+        path = changed(sharded_source, tmp_path / str(i))
+        placed(entries := dict(index["weight_map"]))
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entries}))
+        if i == 2:  # the shard the tensor was moved from lacks it, as a whole model would
+            found = load_file(path / norm)
+            save_file({name: value for name, value in found.items() if name != "model.norm.weight"}, path / norm)
+        assert str(path / file) in refused(cause, weights.load, path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "..\\model.safetensors", "C:m.safetensors",
+                                  "model.bin", "", ".safetensors", "a\nb.safetensors", "a\0.safetensors", "m" * 300 + ".safetensors", None, 5, ["a.safetensors"]])  # fmt: skip
+def test_an_index_names_files_of_its_own_folder_only(sharded_source, tmp_path, file):
+    path = changed(sharded_source, tmp_path)
+    shutil.copy(path / placed_by(path)["model.norm.weight"], path.parent / "model.safetensors")  # it would be read if the path were followed
+    index = {"weight_map": {**placed_by(path), "model.norm.weight": file}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("it places 'model.norm.weight' in .*, which is not a .safetensors file in its folder", weights.load, path)
+
+
+@pytest.mark.parametrize(("text", "cause"), [
+    ("{", "not readable as a JSON object"), ("{}", "its weight_map is None and must name the file of each tensor"),
+    ('{"weight_map": {}}', "its weight_map is {}"), ('{"weight_map": ["model.safetensors"]}', "its weight_map is .*model.safetensors"),
+])  # fmt: skip
+def test_an_index_that_is_none(sharded_source, tmp_path, text, cause):
+    path = changed(sharded_source, tmp_path)
+    (path / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json" in refused(cause, weights.load, path)
+
+
+@pytest.mark.parametrize(("content", "cause"), [
+    (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer"),
+    (lambda whole: b"", "empty file"),
+    (lambda whole: whole[:-1], "the download was cut"),
+    (lambda whole: whole[:40], "the download was cut"),
+])  # fmt: skip
+def test_b078_every_shard_is_checked_as_a_single_file_is(sharded_source, tmp_path, content, cause):
+    path = changed(sharded_source, tmp_path)
+    shard = path / placed_by(path)["model.norm.weight"]
+    shard.write_bytes(content(shard.read_bytes()))
+    assert str(shard) in refused(cause, weights.load, path)
+
+
 # Configs that ask for something else.
 
 
 @pytest.mark.parametrize(("change", "cause"), [
-    ({"model_type": "qwen3"}, "model_type 'qwen3' is not supported; supported: gpt2, llama"),
-    ({"attention_bias": True}, "attention_bias=True is not supported"),
+    ({"model_type": "qwen3_moe"}, "architecture 'qwen3_moe' is not supported; supported: gpt2, llama, qwen2, qwen3"),
+    ({"model_type": ["llama"]}, "architecture .*'llama'.* is not supported"),
+    ({"attention_bias": "yes"}, "attention_bias='yes' is not supported"),
+    ({"attention_bias": True}, "missing tensor.*blocks.0.attention.q.bias"),
+    ({"model_type": "qwen2"}, "missing tensor.*blocks.0.attention.q.bias"),
+    ({"model_type": "qwen3"}, "missing tensor.*blocks.0.attention.q_norm.weight"),
+    ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention' is not supported"),
     ({"mlp_bias": True}, "mlp_bias=True is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope type 'yarn' with \['factor'\] is not supported; supported: default, llama3"),
@@ -372,9 +459,8 @@ def test_b081_the_default_dtype_and_its_reason():
 
 def test_b082_devices(monkeypatch):
     assert weights.check_device("cpu") == torch.device("cpu")
-    refused('Use device="cpu"', weights.load, "absent", device="mps")
-    refused("unknown; use", weights.check_device, "tpu")
-    refused("unknown; use", weights.check_device, "meta")
+    for device in ("mps", "mps:0", "tpu", "meta", "cuda:x"):
+        refused(f'device="{device}" is unknown or lacks operations.*use "cpu" .also on Apple silicon', weights.load, "absent", device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused('needs an NVIDIA GPU.*Use device="cpu"', weights.load, "absent", device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -416,12 +502,36 @@ def test_random_weights_follow_the_seed_and_the_shape():
 
 
 @pytest.mark.parametrize(("name", "what"), [
-    ("mixtral-8x7b", "a mixture of experts"), ("deepseek-v3", "latent attention"), ("qwen3-0.6b", "q/k norms"),
-    ("qwen2.5-0.5b", "attention biases"), ("mistral-7b", "a sliding window of 4096"), ("gemma-2-9b", "4 norms per layer"),
-    ("phi-2", "an ungated MLP"),
+    ("mixtral-8x7b", "a mixture of experts"), ("qwen3-30b-a3b", "a mixture of experts"), ("deepseek-v3", "latent attention"),
+    ("mistral-7b", "a sliding window of 4096"), ("gemma-2-9b", "4 norms per layer"), ("phi-2", "an ungated MLP"),
 ])  # fmt: skip
 def test_shapes_the_decoder_cannot_run_say_why(name, what):
     refused(f"needs .*{what}", weights.random, catalog.model(name))
+
+
+@pytest.mark.parametrize("change", [{}, {"attention_out_bias": True, "tied_embeddings": False}])
+@pytest.mark.parametrize("name", ["gpt2", "smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b"])
+def test_catalogue_shapes_run_and_hold_as_many_values_as_the_formula_counts(name, change):
+    """Two layers of each shape, with a small vocabulary: parameters of the built model, and a pass in two steps."""
+    config = replace(catalog.model(name), n_layers=2, vocab_size=97, intermediate=64, max_context=32, **change)
+    model = weights.random(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == cost.parameters(config)
+    attention = model.blocks[1].attention
+    assert (attention.q.bias is not None, attention.out.bias is not None) == (config.qkv_bias, config.attention_out_bias)
+    cache = model.new_cache(max_len=7)
+    model(IDS[:, :4], cache=cache)
+    assert (model(IDS[:, 4:], cache=cache) - logits(model, IDS)[:, -1]).abs().max() < 1e-4
+
+
+def test_every_dense_qwen_of_the_catalogue_runs():
+    dense = [shape for shape in catalog.models().values() if "Qwen" in shape.name and not shape.moe_experts_total]
+    assert len(dense) > 10 and not any(weights.not_runnable(shape) for shape in dense)
+
+
+def test_qwen3_norms_start_at_one():
+    attention = weights.random(replace(catalog.model("qwen3-0.6b"), n_layers=1, vocab_size=97)).blocks[0].attention
+    for norm in (attention.q_norm, attention.k_norm):
+        assert norm.weight.shape == (128,) and (norm.weight == 1).all() and norm.eps == 1e-5
 
 
 def test_a_window_longer_than_the_context_does_not_bite():
@@ -468,19 +578,26 @@ def test_b104_a_hub_that_refuses_or_breaks_off_is_one_line(monkeypatch):
         refused("someone/some-model.*no such model.*Put config.json", weights.load, "someone/some-model")
 
 
-def test_a_hub_model_is_taken_from_the_cache_or_fetched(monkeypatch, llama_source, tmp_path):
+@pytest.mark.parametrize("kind", ["one file", "shards"])
+def test_a_hub_model_is_taken_from_the_cache_or_fetched(monkeypatch, llama_source, sharded_source, tmp_path, kind):
+    """Nothing in the cache, or shards of which one is not there yet: the hub is asked. The patterns fetch every file and no pickle."""
     import huggingface_hub
 
+    whole = llama_source if kind == "one file" else sharded_source
+    part = changed(whole, tmp_path)
+    next(part.glob("*.safetensors")).unlink()
     calls = []
 
     def snapshot(name, *, allow_patterns, etag_timeout, local_files_only=False):
         calls.append(local_files_only)
-        assert "model.safetensors" in allow_patterns and not any("*" in pattern for pattern in allow_patterns)
-        return str(tmp_path if local_files_only and len(calls) == 1 else llama_source)
+        offered = {file.name for file in whole.iterdir()} | {"pytorch_model.bin", "consolidated.safetensors", "model.fp16.safetensors", "run.py"}
+        fetched = set(huggingface_hub.utils.filter_repo_objects(offered, allow_patterns=allow_patterns))
+        assert fetched == {file.name for file in whole.iterdir()}
+        return str(part if local_files_only and len(calls) == 1 else whole)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: None)
-    assert weights.find("someone/some-model") == llama_source
+    assert weights.find("someone/some-model") == whole
     assert calls == [True, False]
-    assert weights.find("someone/some-model") == llama_source
+    assert weights.find("someone/some-model") == whole
     assert calls == [True, False, True]

@@ -163,14 +163,21 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
-def data_dir() -> Path:
-    """Where the reference tables are: beside the code in a wheel, at the top of the repository in an editable install."""
+def course_file(name: str) -> Path:
+    """A file of the course: beside the code in a wheel, below the top of the repository in an editable install.
+
+    Raises: FileNotFoundError.
+    """
     package = Path(__file__).resolve().parents[1]
-    places = (package / "data", package.parents[1] / "data")
-    found = next((place for place in places if (place / "models.csv").is_file()), None)
+    found = next((place / name for place in (package, package.parents[1]) if (place / name).is_file()), None)
     if found is None:
-        raise FileNotFoundError(f"no data/models.csv beside {package.name}: install with `pip install -e ./lib[lab]` from the clone")
+        raise FileNotFoundError(f"no {name} beside {package.name}: install with `pip install -e ./lib[lab]` from the clone")
     return found
+
+
+def data_dir() -> Path:
+    """Where the reference tables are."""
+    return course_file("data/models.csv").parent
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama decoders, top to bottom in reading order.
+"""GPT-2, Llama and Qwen decoders, top to bottom in reading order.
 
 Dims: B batch, T new tokens, S tokens in the cache including the new ones, V vocabulary, D model width, F FFN width,
 N query heads, K KV heads, H head size, L layers. Matrices are stored (out, in), as PyTorch's Linear does.
@@ -132,14 +132,17 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype):
         super().__init__()
         self.head_dim = config.head_dim
-        options = {"bias": config.is_gpt2, "dtype": dtype}
-        self.q = nn.Linear(config.hidden, config.query_width, **options)
-        self.k = nn.Linear(config.hidden, config.kv_width, **options)
-        self.v = nn.Linear(config.hidden, config.kv_width, **options)
-        self.out = nn.Linear(config.query_width, config.hidden, **options)
+        bias = config.is_gpt2 or config.qkv_bias
+        self.q = nn.Linear(config.hidden, config.query_width, bias=bias, dtype=dtype)
+        self.k = nn.Linear(config.hidden, config.kv_width, bias=bias, dtype=dtype)
+        self.v = nn.Linear(config.hidden, config.kv_width, bias=bias, dtype=dtype)
+        self.out = nn.Linear(config.query_width, config.hidden, bias=config.is_gpt2 or config.attention_out_bias, dtype=dtype)
+        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None for _ in "qk")
 
     def forward(self, x: Tensor, *, cache: KVCache, layer: int, shared: Pass) -> Tensor:
         q, k, v = (self._heads(part(x)) for part in (self.q, self.k, self.v))  # (B, N, T, H), (B, K, T, H) twice
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)  # each head on its own
         if shared.cos is not None:
             q, k = rotate(q, shared), rotate(k, shared)
         keys, values = cache.append(layer, k, v)  # (B, K, S, H)
@@ -151,7 +154,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward: SwiGLU when gated (Llama), tanh-GELU otherwise (GPT-2)."""
+    """Feed-forward: SwiGLU when gated (Llama, Qwen), tanh-GELU otherwise (GPT-2)."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype):
         super().__init__()
@@ -167,7 +170,7 @@ class MLP(nn.Module):
 
 
 def make_norm(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
-    """LayerNorm with bias for GPT-2, RMSNorm for Llama."""
+    """LayerNorm with bias for GPT-2, RMSNorm for Llama and Qwen."""
     kind = nn.LayerNorm if config.is_gpt2 else nn.RMSNorm
     return kind(config.hidden, eps=config.norm_eps, dtype=dtype)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from decodelab.decoder.template import TemplateError, render
-from decodelab.decoder.weights import LoadError, find, gguf_fields, read_json
+from decodelab.decoder.weights import LoadError, find, open_gguf, read_json
 
-_LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGITS = {"llama-bpe": "{1,3}", "qwen2": ""}  # how many make a word
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole
 _UNFINISHED = "\ufffd"  # what decoding prints for a character whose last bytes are still to come
 
@@ -139,27 +139,29 @@ def _splitter(pre: str | None, path: Path) -> tuple[Any, bool]:
         return byte_level, False
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]), False
-    if pre == "llama-bpe":
-        words = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), "isolated")
-        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), True
-    raise LoadError(f"{path}: pre-tokenizer {pre!r} is unknown here and a guess would change the ids; known: gpt-2, llama-bpe, smollm. "
+    if pre in ("llama-bpe", "qwen2"):
+        words = pre_tokenizers.Split(Regex(_WORDS % _DIGITS[pre]), "isolated")
+        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), pre == "llama-bpe"
+    raise LoadError(f"{path}: pre-tokenizer {pre!r} is unknown here and a guess would change the ids; known: gpt-2, llama-bpe, qwen2, smollm. "
                     "Load the tokenizer from a Hugging Face folder instead")  # fmt: skip
 
 
 def _from_gguf(path: Path) -> Tokenizer:
     """Byte-level BPE from GGUF metadata: tokens, merges, token types, special ids, chat template."""
-    fields = gguf_fields(path)
+    fields, _ = open_gguf(path)
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise LoadError(f"{path}: tokenizer model {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
                         "load the tokenizer from a Hugging Face folder instead")  # fmt: skip
-    splitter, ignore_merges = _splitter(fields.get("tokenizer.ggml.pre"), path)
+    splitter, ignore_merges = _splitter(pre := fields.get("tokenizer.ggml.pre"), path)
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
     _require(isinstance(types, list) and len(types) == len(tokens), "token_type", types, f"a list of {len(tokens):,}, one per token")
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=ignore_merges))
     backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()  # as in Qwen's own tokenizer.json
     for token, token_type in zip(tokens, types, strict=True):
         if token_type == _CONTROL:
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,11 +22,11 @@ from decodelab.arithmetic.units import format_capacity
 from decodelab.decoder.model import Decoder, rotary_frequencies
 
 LAB_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
-SAFETENSORS_TYPES = ("F32", "F16", "BF16")
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")  # of stored tensors
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_TIMEOUT_S = 4.0
-_HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json",
+_HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors",
               "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
 
 
@@ -77,17 +76,14 @@ def require_runnable(config: ModelConfig) -> None:
 
 def not_runnable(config: ModelConfig) -> list[str]:
     """What this shape needs and the decoder lacks; empty when it runs."""
-    gpt2 = config.is_gpt2
-    lacks = {
-        "a mixture of experts": config.moe_experts_total > 0,
-        "latent attention (MLA)": config.attention == "MLA",
-        "q/k norms": config.qk_norm,
-        "attention biases": (config.qkv_bias or config.attention_out_bias) and not gpt2,
-        f"{config.norms_per_layer} norms per layer": config.norms_per_layer != 2,
-        "an ungated MLP without GPT-2's layout": not config.gated_mlp and not gpt2,
-        f"a sliding window of {config.window}": config.windowed_layers > 0 and config.window < config.max_context,
-    }
-    return [what for what, needed in lacks.items() if needed]
+    lacks = (
+        ("a mixture of experts", config.moe_experts_total > 0),
+        ("latent attention (MLA)", config.attention == "MLA"),
+        (f"{config.norms_per_layer} norms per layer", config.norms_per_layer != 2),
+        ("an ungated MLP without GPT-2's layout", not config.gated_mlp and not config.is_gpt2),
+        (f"a sliding window of {config.window}", config.windowed_layers > 0 and config.window < config.max_context),
+    )
+    return [what for what, needed in lacks if needed]
 
 
 # Device, dtype, memory: settled before anything is allocated.
@@ -95,10 +91,8 @@ def not_runnable(config: ModelConfig) -> list[str]:
 
 def check_device(device: str | torch.device) -> torch.device:
     """The device as torch names it. Raises: LoadError for "mps", for a CUDA card that is not there, for anything else."""
-    if str(device).startswith("mps"):
-        raise LoadError('device="mps" is not supported: it lacks operations the decoder needs. Use device="cpu" on Apple silicon')
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
-        raise LoadError(f'device="{device}" is unknown; use "cpu", "cuda" or "cuda:N"')
+        raise LoadError(f'device="{device}" is unknown or lacks operations the decoder needs; use "cpu" (also on Apple silicon), "cuda" or "cuda:N"')
     place = torch.device(device)
     if place.type == "cuda" and (place.index or 0) >= (cards := torch.cuda.device_count() if torch.cuda.is_available() else 0):
         raise LoadError(f'device="{place}" needs an NVIDIA GPU and a CUDA build of PyTorch; this machine shows {cards}. Use device="cpu"')
@@ -135,10 +129,7 @@ def free_memory_bytes(device: str | torch.device = "cpu") -> int:
 
 
 def _empty(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """An unwritten model, refused before it is allocated where it does not fit: all parameters and one of them in float32.
-
-    Raises: LoadError, with both numbers.
-    """
+    """An unwritten model. Raises: LoadError before it is allocated, where its parameters and one of them in float32 do not fit."""
     sizes = [parameter.numel() for parameter in Decoder(config, device="meta").parameters()]
     needed, free = sum(sizes) * dtype.itemsize + max(sizes) * 4, free_memory_bytes(device)
     if needed > free:
@@ -164,7 +155,7 @@ def find(source: str | Path) -> Path:
         raise LoadError(f"{path}: a pickle can run code when it is read, so it is refused; use the model's .safetensors or .gguf file")
     if folder or (file and path.suffix == ".gguf"):
         return path
-    if file and path.name == "model.safetensors":
+    if file and path.name in ("model.safetensors", "model.safetensors.index.json"):
         return path.parent  # its config.json is beside it
     if file or path.suffix in (".gguf", ".safetensors"):
         raise LoadError(f"{path}: {'not a .gguf file and not a folder with config.json and model.safetensors' if file else 'no such file'}")
@@ -172,12 +163,10 @@ def find(source: str | Path) -> Path:
         return _from_hub(str(source))
     name = catalog.model(str(source)).name
     if name != "SmolLM2-135M":
-        raise LoadError(f"{name} has a shape in the catalogue and no weights here: use weights.random(catalog.model({str(source)!r})), "
-                        'or load("org/name") from the hub')  # fmt: skip
+        raise LoadError(f'{name} has a shape and no weights here; use weights.random(catalog.model({str(source)!r})), or a hub name "org/model"')
     path = Path(os.environ.get("DECODELAB_MODEL") or catalog.data_dir() / "models" / LAB_MODEL)
     if not path.is_file():
-        raise LoadError(f"{path}: the lab's model is not there. `python course.py lab` fetches it; without internet, put {LAB_MODEL} there "
-                        "or set DECODELAB_MODEL to where it is")  # fmt: skip
+        raise LoadError(f"{path}: no such file. `python course.py lab` fetches the lab's model; or set DECODELAB_MODEL to where {LAB_MODEL} is")
     return path
 
 
@@ -186,9 +175,9 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download  # tokenizers brings it
 
     fetch = partial(snapshot_download, name, allow_patterns=_HUB_FILES, etag_timeout=HUB_TIMEOUT_S)
-    with suppress(Exception):  # whatever is wrong with the cache, the hub is asked next
-        if (cached := Path(fetch(local_files_only=True)) / "model.safetensors").exists():
-            return cached.parent
+    with suppress(Exception):  # not in the cache, or not whole there: the hub is asked next
+        _weight_files(cached := Path(fetch(local_files_only=True)))
+        return cached
     answered = threading.Event()
 
     def ask() -> None:  # in a thread: name resolution can outlast every timeout of the client
@@ -200,7 +189,7 @@ def _from_hub(name: str) -> Path:
     if answered.wait(HUB_TIMEOUT_S):
         with suppress(Exception):
             return Path(fetch())
-    raise LoadError(f"{name}: its model.safetensors is not on this machine and the hub gave nothing: no internet, no such model, or one that "
+    raise LoadError(f"{name}: its weights are not on this machine and the hub gave nothing: no internet, no such model, or one that "
                     "needs a login. Put config.json, model.safetensors and tokenizer.json of it in a folder and load that folder")  # fmt: skip
 
 
@@ -209,74 +198,65 @@ def _from_hub(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: its name and shape there, and how to read it in PyTorch's (out, in) layout."""
+    """One tensor of a file: its name, type and shape there, and how to read it in PyTorch's (out, in) layout."""
 
     name: str
+    kind: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
-    def transposed(self) -> "Stored":
-        return Stored(self.name, self.shape[::-1], lambda: self.read().t())
-
-    def third(self, part: int) -> "Stored":
-        """Rows of q (0), k (1) or v (2) of a fused matrix or bias; one that has no thirds stays whole and fails on shape."""
-        if not self.shape or self.shape[0] % 3:
-            return self
-        return Stored(self.name, (self.shape[0] // 3, *self.shape[1:]), lambda: self.read().chunk(3)[part])
-
-    def unpermuted(self, heads: int) -> "Stored":
-        """GGUF stores the rotary pairs of q and k side by side (0, 1), (2, 3); we keep them half a head apart, as rotate does."""
-        return Stored(self.name, self.shape, lambda: self.read().unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2))
+    def then(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> "Stored":
+        return Stored(self.name, self.kind, shape, lambda: change(self.read()))
 
 
-_TOP = {"embed_tokens": "embed", "norm": "norm", "lm_head": "head",  # Llama, Hugging Face
-        "wte": "embed", "wpe": "positions", "ln_f": "norm",  # GPT-2, Hugging Face
-        "token_embd": "embed", "position_embd": "positions", "output_norm": "norm", "output": "head"}  # fmt: skip # GGUF
-_BLOCK = {"input_layernorm": "attention_norm", "self_attn.q_proj": "attention.q", "self_attn.k_proj": "attention.k",
-          "self_attn.v_proj": "attention.v", "self_attn.o_proj": "attention.out", "post_attention_layernorm": "mlp_norm",
-          "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down",
-          "ln_1": "attention_norm", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out",
-          "ln_2": "mlp_norm", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down",
-          "attn_norm": "attention_norm", "attn_q": "attention.q", "attn_k": "attention.k", "attn_v": "attention.v",
-          "attn_qkv": "attention.qkv", "attn_output": "attention.out", "ffn_norm": "mlp_norm", "ffn_gate": "mlp.gate",
-          "ffn_up": "mlp.up", "ffn_down": "mlp.down"}  # fmt: skip
+_NAMES = {  # ours: Llama and Qwen in Hugging Face, GPT-2 in Hugging Face, GGUF
+    "embed": "embed_tokens wte token_embd", "positions": "wpe position_embd", "norm": "norm ln_f output_norm", "head": "lm_head output",
+    "attention_norm": "input_layernorm ln_1 attn_norm", "mlp_norm": "post_attention_layernorm ln_2 ffn_norm",
+    "attention.q": "self_attn.q_proj attn_q", "attention.k": "self_attn.k_proj attn_k", "attention.v": "self_attn.v_proj attn_v",
+    "attention.q_norm": "self_attn.q_norm attn_q_norm", "attention.k_norm": "self_attn.k_norm attn_k_norm",
+    "attention.qkv": "attn.c_attn attn_qkv", "attention.out": "self_attn.o_proj attn.c_proj attn_output",
+    "mlp.gate": "mlp.gate_proj ffn_gate", "mlp.up": "mlp.up_proj mlp.c_fc ffn_up", "mlp.down": "mlp.down_proj mlp.c_proj ffn_down",
+}  # fmt: skip
+_OURS = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
 _BUFFERS = re.compile(r"(^|\.)(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)$")  # masks and angles, not weights
-_NAME = re.compile(r"(?:transformer\.|model\.)?(?:(?:h|layers|blk)\.(\d+)\.)?([\w.]+)\.(weight|bias)")
+_NAME = re.compile(r"(?:transformer\.|model\.)?(?:(?:h|layers|blk)\.(\d{1,9})\.)?([\w.]+)\.(weight|bias)")
 
 
 def _places(tensor: Stored, config: ModelConfig) -> list[tuple[str, Stored]]:
-    """Our parameters that this tensor fills, each with its part of it; empty for a name of no known layout."""
+    """The names of ours that this tensor fills, each with its part of it; a tensor of no known layout keeps its own name."""
     match = _NAME.fullmatch(tensor.name)
-    ours = match and (_TOP if match[1] is None else _BLOCK).get(match[2])
-    if not ours:
-        return []
-    name = f"{'' if match[1] is None else f'blocks.{int(match[1])}.'}{ours}.{match[3]}"
-    if match[2].split(".")[-1].startswith("c_") and len(tensor.shape) == 2:  # GPT-2's Conv1D stores (in, out)
-        tensor = tensor.transposed()
-    if match[2] in ("attn_q", "attn_k") and not config.is_gpt2:
-        tensor = tensor.unpermuted(config.n_heads if match[2] == "attn_q" else config.n_kv_heads)
-    if ours == "attention.qkv":
-        return [(name.replace("qkv", part), tensor.third(i)) for i, part in enumerate("qkv")]
-    return [(name, tensor)]
+    if not match or match[2] not in _OURS:
+        return [(f"unknown {tensor.name}", tensor)]
+    layer, theirs, end = match.groups()
+    name = f"{'' if layer is None else f'blocks.{int(layer)}.'}{_OURS[theirs]}.{end}"
+    if theirs.split(".")[-1].startswith("c_") and len(tensor.shape) == 2:  # GPT-2's Conv1D stores (in, out)
+        tensor = tensor.then(Tensor.t, tensor.shape[::-1])
+    if theirs in ("attn_q", "attn_k") and config.family == "llama":  # GGUF keeps its rotary pairs side by side, rotate half a head apart
+        heads = config.n_heads if theirs == "attn_q" else config.n_kv_heads
+        tensor = tensor.then(lambda rows: rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2), tensor.shape)
+    if _OURS[theirs] != "attention.qkv":
+        return [(name, tensor)]
+    rows, rest = divmod(tensor.shape[0] if tensor.shape else 1, 3)  # one that has no thirds stays whole and fails on shape
+    return [(name.replace("qkv", part), tensor if rest else tensor.then(lambda fused, i=i: fused.chunk(3)[i], (rows, *tensor.shape[1:])))
+            for i, part in enumerate("qkv")]  # fmt: skip
 
 
 def _assign(config: ModelConfig, tensors: list[Stored], path: Path) -> dict[str, Stored]:
     """Our parameter name -> the one tensor of the file that fills it.
 
-    Raises: LoadError naming what is missing, unexpected, there twice or of another shape.
+    Raises: LoadError naming what is missing, unexpected, there twice or of another shape or type.
     """
+    tensors = [tensor for tensor in tensors if not _BUFFERS.search(tensor.name)]
+    if unread := sorted({tensor.kind for tensor in tensors} - set(TYPES)):
+        raise LoadError(f"{path}: tensors of type {', '.join(unread)} are not read; supported: {', '.join(TYPES)}")
     widest = max(config.vocab_size, config.max_context, config.intermediate, config.query_width)
     if config.n_layers > len(tensors) or config.hidden * widest > 1 << 48:  # torch cannot count the bytes of such a matrix
         raise LoadError(f"{path}: its config has {config.n_layers:,} layers of up to {config.hidden:,} x {widest:,} values "
                         f"and the file {len(tensors)} tensors; they do not belong together")  # fmt: skip
     shapes = {name: tuple(value.shape) for name, value in Decoder(config, device="meta").named_parameters()}
     chosen: dict[str, Stored] = {}
-    unexpected: list[str] = []
-    for tensor in (tensor for tensor in tensors if not _BUFFERS.search(tensor.name)):
-        places = _places(tensor, config)
-        if not places:
-            unexpected.append(tensor.name)
-        for name, part in places:
+    for tensor in tensors:
+        for name, part in _places(tensor, config):
             if name in chosen:
                 raise LoadError(f"{path}: {name} is there twice, as {chosen[name].name} and {part.name}; keep one")
             chosen[name] = part
@@ -284,41 +264,33 @@ def _assign(config: ModelConfig, tensors: list[Stored], path: Path) -> dict[str,
         if chosen.setdefault("embed.weight", head) is not head and not torch.equal(chosen["embed.weight"].read(), head.read()):
             raise LoadError(f"{path}: the config ties the output matrix to the embedding, but {head.name} differs from "
                             f"{chosen['embed.weight'].name}; set tie_word_embeddings to false if both are meant")  # fmt: skip
-    unexpected += [chosen[name].name for name in chosen if name not in shapes]
-    missing = [name for name in shapes if name not in chosen]
-    for what, names in (("missing", missing), ("unexpected", unexpected)):
+    unexpected = [part.name for name, part in chosen.items() if name not in shapes]
+    for what, names in (("missing", [name for name in shapes if name not in chosen]), ("unexpected", unexpected)):
         if names:
             raise LoadError(f"{path}: {len(names)} {what} tensor(s): {', '.join(names[:4])}{', ...' if names[4:] else ''}; "
                             "the file is incomplete or not of the architecture its config names")  # fmt: skip
     for name, shape in shapes.items():
         if chosen[name].shape != shape:
-            raise LoadError(f"{path}: {chosen[name].name} gives {name} the shape {chosen[name].shape} and the model has {shape}; "
-                            "config and weights do not belong together")  # fmt: skip
+            raise LoadError(f"{path}: {chosen[name].name} gives {name} the shape {chosen[name].shape} and the model has {shape}; correct its config")
     return chosen
 
 
 # From a config to ours.
 
-_KEYS = {  # ModelConfig: config.json of Llama, config.json of GPT-2, GGUF
-    "n_layers": ("num_hidden_layers", "n_layer", "block_count"),
-    "hidden": ("hidden_size", "n_embd", "embedding_length"),
-    "n_heads": ("num_attention_heads", "n_head", "attention.head_count"),
-    "vocab_size": ("vocab_size", "vocab_size", "vocab_size"),
-    "max_context": ("max_position_embeddings", "n_positions", "context_length"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-    "intermediate": ("intermediate_size", "n_inner", "feed_forward_length"),
-    "n_kv_heads": ("num_key_value_heads", "n_head", "attention.head_count_kv"),
-    "head_dim": ("head_dim", "head_dim", "attention.key_length"),
-    "rope_base": ("rope_theta", "rope_theta", "rope.freq_base"),
-}
+_KEYS = {  # ModelConfig: config.json of Llama and Qwen, config.json of GPT-2, GGUF
+    "n_layers": "num_hidden_layers n_layer block_count", "hidden": "hidden_size n_embd embedding_length",
+    "n_heads": "num_attention_heads n_head attention.head_count", "vocab_size": "vocab_size vocab_size vocab_size",
+    "max_context": "max_position_embeddings n_positions context_length", "intermediate": "intermediate_size n_inner feed_forward_length",
+    "norm_eps": "rms_norm_eps layer_norm_epsilon attention.layer_norm_rms_epsilon", "rope_base": "rope_theta rope_theta rope.freq_base",
+    "n_kv_heads": "num_key_value_heads n_head attention.head_count_kv", "head_dim": "head_dim head_dim attention.key_length",
+}  # fmt: skip
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope.freq_base": 1e4}  # of transformers and llama.cpp
 _LIMITS = {"norm_eps": (0.0, 1e30), "rope_base": (1e-30, 1e30), "head_dim": (1, 65_536)}  # the others: 1 to 2**31 - 1
-_USUAL = {"intermediate": lambda sizes: 4 * sizes["hidden"], "n_kv_heads": lambda sizes: sizes["n_heads"],
-          "head_dim": lambda sizes: sizes["hidden"] // sizes["n_heads"]}  # fmt: skip
+_USUAL = {"intermediate": lambda s: 4 * s["hidden"], "n_kv_heads": lambda s: s["n_heads"], "head_dim": lambda s: s["hidden"] // s["n_heads"]}
 _ONLY = {  # settings the decoder computes in one way; the first value is the default of a file that says nothing
-    "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1.0,),
+    "hidden_act": ("silu",), "attention_bias": (False, True), "mlp_bias": (False,), "partial_rotary_factor": (1.0,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,), "quantization_config": (None,),
-    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,), "use_sliding_window": (False,),
     "layer_types": ("full_attention", None), "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "logit_scale": (1, 0),
     "expert_count": (0,), "rope.scaling.type": ("none",), "attention.sliding_window": (0,), "attention.causal": (True,),
     "rope.scale_linear": (1,), "rope.scaling.factor": (1,), "attention.scale": (0,), "embedding_scale": (1, 0), "residual_scale": (1, 0),
@@ -326,16 +298,17 @@ _ONLY = {  # settings the decoder computes in one way; the first value is the de
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def _shape(found: dict[str, Any], column: int, path: Path, *, gpt2: bool, tied: bool, **rope: Any) -> ModelConfig:
+def _config(found: dict[str, Any], column: int, family: Any, path: Path, *, tied: bool, bias: bool, out_bias: bool) -> ModelConfig:
     """The ModelConfig of the settings `found`, named as in this column of _KEYS. Raises: LoadError."""
+    if family not in FAMILIES:
+        raise LoadError(f"{path}: architecture {family!r:.60} is not supported; supported: {', '.join(FAMILIES)}")
     for key, values in _ONLY.items():
         given = found.get(key, values[0])
-        for value in given if isinstance(given, list) else [given]:
-            if value not in values:
-                raise LoadError(f"{path}: {key}={value!r:.60} is not supported; only {values[0]!r} is: load another model")
-    sizes: dict[str, Any] = {}
+        if odd := [value for value in (given if isinstance(given, list) else [given]) if value not in values]:
+            raise LoadError(f"{path}: {key}={odd[0]!r:.60} is not supported; only {values[0]!r} is: load another model")
+    gpt2, sizes = family == "gpt2", {}
     for ours, names in _KEYS.items():
-        name, (least, most) = names[column], _LIMITS.get(ours, (1, 2**31 - 1))
+        name, (least, most) = names.split()[column], _LIMITS.get(ours, (1, 2**31 - 1))
         value = found.get(name, _DEFAULTS.get(name))
         if value is None and (usual := _USUAL.get(ours)):
             value = usual(sizes)
@@ -346,26 +319,26 @@ def _shape(found: dict[str, Any], column: int, path: Path, *, gpt2: bool, tied: 
         sizes[ours] = type(least)(value)
     kind = "MHA" if sizes["n_kv_heads"] == sizes["n_heads"] else "MQA" if sizes["n_kv_heads"] == 1 else "GQA"
     try:
-        return ModelConfig(name=re.sub(r"\.B?[QF]\d\w*$", "", path.stem) if path.suffix == ".gguf" else path.name, family="gpt2" if gpt2 else "llama", attention=kind,
-                           tied_embeddings=tied, gated_mlp=not gpt2, qkv_bias=gpt2, attention_out_bias=gpt2, **sizes, **rope)  # fmt: skip
+        return ModelConfig(name=re.sub(r"\.B?[QF]\d\w*$", "", path.stem) if column == 2 else path.name, family=family, attention=kind,
+                           tied_embeddings=tied, gated_mlp=not gpt2, qkv_bias=gpt2 or family == "qwen2" or bias, attention_out_bias=gpt2 or out_bias,
+                           qk_norm=family == "qwen3", **sizes)  # fmt: skip
     except ValueError as error:
         raise LoadError(f"{path}: {error}") from None
 
 
 def config_from_hf(found: dict[str, Any], path: Path) -> ModelConfig:
-    """The ModelConfig of a config.json of model_type gpt2 or llama, as transformers 4 or 5 writes it.
+    """The ModelConfig of a config.json whose model_type is in FAMILIES, as transformers 4 or 5 writes it.
 
     Raises: LoadError for another architecture, for anything in it the decoder does not compute, for a missing key.
     """
-    kind = found.get("model_type")
-    if kind == "gpt2":
-        return _shape(found, 1, path, gpt2=True, tied=found.get("tie_word_embeddings", True))
-    if kind != "llama":
-        raise LoadError(f"{path}: model_type {kind!r} is not supported; supported: gpt2, llama")
+    family = found.get("model_type")
     rule = found.get("rope_parameters") or found.get("rope_scaling") or {}
     rule = rule if isinstance(rule, dict) else {"type": rule}
-    rope = rule.get("rope_type", rule.get("type", "default"))
     beside = {key: rule[key] for key in ("rope_theta", "partial_rotary_factor") if key in rule}  # transformers 4: beside the rule
+    found = ({"head_dim": 128} if family == "qwen3" else {}) | found | beside
+    bias = bool(found.get("attention_bias")) and family != "qwen2"  # which has biases on q, k and v whatever its config says
+    config = _config(found, int(family == "gpt2"), family, path, tied=found.get("tie_word_embeddings", family == "gpt2"), bias=bias, out_bias=bias)
+    rope = rule.get("rope_type", rule.get("type", "default"))
     odd = rule.keys() - {"rope_type", "type", *beside, *(_LLAMA3 if rope == "llama3" else ())}
     if rope not in ("default", "llama3") or odd:
         raise LoadError(f"{path}: rope type {rope!r:.60} with {sorted(odd)} is not supported; supported: default, llama3, one rule for all layers")
@@ -373,35 +346,21 @@ def config_from_hf(found: dict[str, Any], path: Path) -> ModelConfig:
         scaling = None if rope == "default" else RopeScaling(**{key.replace("position_embeddings", "context"): rule[key] for key in _LLAMA3})
     except (KeyError, ValueError) as error:
         raise LoadError(f"{path}: its llama3 rope scaling lacks or misstates {error}; correct its config.json") from None
-    return _shape(found | beside, 0, path, gpt2=False, tied=found.get("tie_word_embeddings", False), rope_scaling=scaling)
+    return replace(config, rope_scaling=scaling)
 
 
-def _gguf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> ModelConfig:
-    """The ModelConfig of a GGUF file of architecture llama or gpt2; the output matrix is tied where the file has none."""
-    kind = fields.get("general.architecture")
-    if kind not in ("gpt2", "llama"):
-        raise LoadError(f"{path}: architecture {kind!r} is not supported; supported: gpt2, llama")
-    own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
-    own.setdefault("attention.layer_norm_rms_epsilon", own.get("attention.layer_norm_epsilon"))
-    own["vocab_size"] = (*shapes.get("token_embd.weight", ()), 0)[0]
-    config = _shape(own, 2, path, gpt2=kind == "gpt2", tied="output.weight" not in shapes)
-    if kind == "llama" and own.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise LoadError(f"{path}: rotates {own['rope.dimension_count']} of {config.head_dim} values per head; the decoder rotates all")
-    return config
-
-
-def _with_rope_factors(config: ModelConfig, factors: Tensor, path: Path) -> ModelConfig:
+def _with_rope_factors(config: ModelConfig, factors: Stored, path: Path) -> ModelConfig:
     """GGUF keeps Llama 3's scaling as one divisor per rotary pair; this is the published rule, if it gives them. Raises: LoadError."""
-    with suppress(ValueError, RuntimeError):  # a divisor below 1 or not finite, no divisor at all
-        scaled = replace(config, rope_scaling=RopeScaling(factor=round(float(factors.max()), 4), low_freq_factor=1.0, high_freq_factor=4.0,
-                                                          original_max_context=8192))  # fmt: skip
-        ratios = rotary_frequencies(config) / rotary_frequencies(scaled)
-        if ratios.shape == factors.shape and torch.allclose(ratios, factors, rtol=1e-3):
+    with suppress(ValueError, RuntimeError):  # a divisor below 1 or not finite, another number of them, a type that is not read
+        divisors = factors.read()
+        rule = RopeScaling(factor=round(float(divisors.max()), 4), low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=8192)
+        scaled = replace(config, rope_scaling=rule)
+        if torch.allclose(rotary_frequencies(config) / rotary_frequencies(scaled), divisors, rtol=1e-3):
             return scaled
     raise LoadError(f"{path}: its rope_freqs.weight is not Llama 3's rule (low 1, high 4, context 8,192); load the Hugging Face folder")
 
 
-# Files.
+# Files: JSON, safetensors, GGUF.
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -413,91 +372,79 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_folder(path: Path) -> tuple[ModelConfig, list[Stored]]:
-    """config.json and model.safetensors."""
+    """config.json and the weight files."""
     if not (path / "config.json").is_file():
         raise LoadError(f"{path}: no config.json; a Hugging Face folder has config.json and model.safetensors")
     config = config_from_hf(read_json(path / "config.json"), path)
-    if (path / "model.safetensors").is_file():
-        return config, _read_safetensors(path / "model.safetensors")
-    if (path / "model.safetensors.index.json").is_file():
-        raise LoadError(f"{path}: its weights are split over several files and one is read; save them with a larger max_shard_size")
-    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
-        raise LoadError(f"{path}: only pickled weights; a pickle can run code when it is read. Use the model's .safetensors or .gguf file")
-    raise LoadError(f"{path / 'model.safetensors'}: no such file")
+    return config, [tensor for file, placed in _weight_files(path).items() for tensor in _read_safetensors(file, placed)]
 
 
-def _refuse_types(path: Path, found: set[str], known: tuple[str, ...]) -> None:
-    if unread := sorted(found - set(known)):
-        raise LoadError(f"{path}: tensors of type {', '.join(unread)} are not read; supported: {', '.join(known)}")
+def _weight_files(path: Path) -> dict[Path, set[str] | None]:
+    """The weight files of a folder, each with the tensors its index places there; None where no index is needed. Raises: LoadError."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():
+        return {whole: None}
+    if not index.is_file():
+        raise LoadError(f"{path}: no model.safetensors and no index of shards; pickled weights are not read, since a pickle can run code")
+    placed, shards = read_json(index).get("weight_map"), {}
+    if not placed or not isinstance(placed, dict):
+        raise LoadError(f"{index}: its weight_map is {placed!r:.60} and must name the file of each tensor; download it again")
+    for name, file in placed.items():
+        if not re.fullmatch(r"[\w.-]{1,99}\.safetensors", str(file), re.ASCII):
+            raise LoadError(f"{index}: it places {name!r:.80} in {file!r:.60}, which is not a .safetensors file in its folder; download it again")
+        shards.setdefault(path / file, set()).add(name)
+    if absent := [shard.name for shard in shards if not shard.is_file()]:
+        raise LoadError(f"{path}: {len(absent)} of {len(shards)} shards are not there: {', '.join(absent[:4])}; download them")
+    return shards
 
 
-def _refuse_text(path: Path, size: int, least: int) -> None:
+def _refuse_text(path: Path) -> None:
     """Say what is there instead of weights: a Git LFS pointer, nothing, or a stub."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(64)
-    if head.startswith(b"version https://git-lfs"):
-        raise LoadError(f"{path}: a Git LFS pointer ({size} bytes of text), not the weights; run `git lfs pull` or download the file")
-    if size < least:
+        if file.read(64).startswith(b"version https://git-lfs"):
+            raise LoadError(f"{path}: a Git LFS pointer ({size} bytes of text), not the weights; run `git lfs pull` or download the file")
+    if size < 24:
         raise LoadError(f"{path}: {size} bytes is {'an empty file' if size == 0 else 'too short to hold weights'}; download it again")
 
 
-def _read_safetensors(path: Path) -> list[Stored]:
-    """The tensors of a file whose header is checked by hand first: no length in it is believed before it fits the file."""
-    size = path.stat().st_size
-    _refuse_text(path, size, 10)
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > size - 8:
-            raise LoadError(f"{path}: its header claims {length:,} bytes and the file has {size:,}; not safetensors, or cut: fetch it again")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            types = {str(entry["dtype"]) for entry in header.values()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise LoadError(f"{path}: its header is not a safetensors header ({type(error).__name__}); download it again") from None
-    if end != size:
-        raise LoadError(f"{path}: its header describes {end:,} bytes and the file has {size:,}; the download was cut: fetch it again")
-    _refuse_types(path, types, SAFETENSORS_TYPES)
+def _read_safetensors(path: Path, placed: set[str] | None) -> list[Stored]:
+    """The tensors of a file, of a shard exactly those `placed` there; the package believes no length before it fits the file."""
     from safetensors import SafetensorError, safe_open
 
+    _refuse_text(path)
     try:
         file = safe_open(str(path), framework="pt")
     except SafetensorError as error:
-        raise LoadError(f"{path}: {error}; download it again") from None
-    return [Stored(name, tuple(entry["shape"]), partial(file.get_tensor, name)) for name, entry in header.items()]
+        raise LoadError(f"{path}: its {path.stat().st_size:,} bytes are not what a safetensors header says ({str(error)!r:.150}); "
+                        "it is something else, or the download was cut: fetch it again") from None  # fmt: skip
+    parts = {name: file.get_slice(name) for name in file.keys()}
+    for name in sorted(parts.keys() ^ placed) if placed is not None else []:
+        raise LoadError(f"{path}: {name!r:.80} is in {'this shard' if name in parts else 'the index'} only; download shard and index again")
+    return [Stored(name, part.get_dtype(), tuple(part.get_shape()), partial(file.get_tensor, name)) for name, part in parts.items()]
 
 
-# GGUF.
-
-
-def gguf_fields(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file by key, arrays as lists. Raises: LoadError."""
-    return _open_gguf(path)[0]
-
-
-def _open_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
+def open_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """The metadata of a GGUF file by key, arrays as lists, and its tensors as the package gives them. Raises: LoadError."""
+    _refuse_text(path)
     stat = path.stat()
-    _refuse_text(path, stat.st_size, 24)
     return _gguf_reader(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
 def _gguf_reader(path: Path, size: int, modified: int) -> tuple[dict[str, Any], list[Any]]:
-    """What the package reads, metadata and tensors, kept for the tokenizer: reading a vocabulary of 49,152 entries takes over a second."""
+    """Both kept for the tokenizer: reading a vocabulary of 49,152 entries takes over a second."""
     import gguf
 
     class Reader(gguf.GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.nbytes:  # the package itself reads on without a word
-                raise EOFError
+                raise EOFError(f"it ends before its own table of contents says, at {size:,} bytes: the download was cut")
             return super()._get(offset, dtype, count, override_order)
 
     try:
         reader = Reader(path)
         return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors
-    except EOFError:
-        raise LoadError(f"{path}: it ends before its own table of contents says ({size:,} bytes); the download was cut: fetch it again") from None
     except Exception as error:
         raise LoadError(f"{path}: not a readable GGUF file ({' '.join(str(error).split())[:120]}); download it again") from None
 
@@ -514,11 +461,18 @@ def dequantise(data: Any, kind: Any) -> Tensor:
 
 
 def _read_gguf(path: Path) -> tuple[ModelConfig, list[Stored]]:
-    """Shape from the metadata, tensors as they are stored; GGUF lists dimensions innermost first."""
-    tensors = {tensor.name: tensor for tensor in _open_gguf(path)[1]}
-    _refuse_types(path, {tensor.tensor_type.name for tensor in tensors.values()}, GGUF_TYPES)
-    shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    config = _gguf_config(gguf_fields(path), shapes, path)
+    """Shape from the metadata: the output matrix is tied where the file has none, biases are there where the first layer has them."""
+    fields, found = open_gguf(path)
+    tensors = {t.name: Stored(t.name, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), partial(dequantise, t.data, t.tensor_type))
+               for t in found}  # fmt: skip # dimensions are listed innermost first
+    family = fields.get("general.architecture")
+    own = {key.removeprefix(f"{family}."): value for key, value in fields.items() if key.startswith(f"{family}.")}
+    own.setdefault("attention.layer_norm_rms_epsilon", own.get("attention.layer_norm_epsilon"))
+    own["vocab_size"] = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
+    config = _config(own, 2, family, path, tied="output.weight" not in tensors, bias="blk.0.attn_q.bias" in tensors,
+                     out_bias="blk.0.attn_output.bias" in tensors)  # fmt: skip
+    if (turned := own.get("rope.dimension_count", config.head_dim)) != config.head_dim:
+        raise LoadError(f"{path}: rotates {turned} of {config.head_dim} values per head; the decoder rotates all")
     if factors := tensors.pop("rope_freqs.weight", None):
-        config = _with_rope_factors(config, dequantise(factors.data, factors.tensor_type), path)
-    return config, [Stored(name, shapes[name], partial(dequantise, t.data, t.tensor_type)) for name, t in tensors.items()]
+        config = _with_rope_factors(config, factors, path)
+    return config, list(tensors.values())

@@ -155,13 +155,8 @@ def saturation(card: Card, *, widths: Sequence[int] = (128, 256, 512, 768, 1024)
         points += _saturation_points(config, card, batches=(1,), context=context, budget_s=budget_s / (2 * len(probes)))
     points += _saturation_points(probes[-1], card, batches=tuple(batches), context=context, budget_s=budget_s / 2)
     roof = max(card.read_bytes_per_s, machine.read_bandwidth(device=device, budget_s=budget_s / 10))
-    return SaturationResult(card=card, points=tuple(points), roof_bytes_per_s=roof, ridge_batch=ridge_batch(probes[-1], card))
-
-
-def ridge_batch(config: ModelConfig, card: Card) -> float:
-    """The batch at which a step's weight FLOPs take as long as reading its weights at the roof; KV left out."""
-    size = getattr(torch, card.dtype).itemsize
-    return planning.ridge_batch(config, card.floor(), weight_bytes_per_value=size)
+    ridge = planning.ridge_batch(probes[-1], card.floor(), weight_bytes_per_value=getattr(torch, card.dtype).itemsize)
+    return SaturationResult(card=card, points=tuple(points), roof_bytes_per_s=roof, ridge_batch=ridge)
 
 
 def _saturation_points(config: ModelConfig, card: Card, *, batches: Sequence[int], context: int, budget_s: float,
@@ -422,5 +417,5 @@ def batch_sweep(model: Decoder, card: Card, *, batches: Sequence[int] = (1, 2, 4
                 budget_s: float = 15.0) -> SaturationResult:  # fmt: skip
     """The second half of `saturation` on a given model: a decode step at each batch, `context` tokens in every row."""
     points = _saturation_points(model.config, card, batches=batches, context=context, budget_s=machine.budget(budget_s), model=model)
-    ridge = ridge_batch(model.config, card)
+    ridge = planning.ridge_batch(model.config, card.floor(), weight_bytes_per_value=model.dtype.itemsize)
     return SaturationResult(card=card, points=tuple(points), roof_bytes_per_s=card.read_bytes_per_s, ridge_batch=ridge)

@@ -1,23 +1,87 @@
 """What a lab calls under each exercise: `check(name, answer)`, `hint(name)`, `reveal(name)`.
 
-The exercises themselves, one object each, are in `exercise_list`.
+The exercises themselves, one object each, are in labs/exercises.py.
 """
 
 import inspect
 import math
 import os
+import runpy
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cache
 from io import StringIO
 from numbers import Real
 
 from decodelab.arithmetic import catalog
-from decodelab.teaching.exercise_list import EXERCISES, Case, Exercise
+
+LIST = "labs.exercises"
+"""The module of the exercises' own functions, named after its file in the clone."""
 
 RELATIVE_TOLERANCE = 1e-6
 """How far an answer may be from the reference: room for another order of float operations, not for another formula."""
 
 NOT_ATTEMPTED = "not attempted yet"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call that an answer must get right."""
+
+    label: str
+    arguments: tuple = ()
+    keywords: dict = field(default_factory=dict)
+
+    def call(self, function: Callable) -> float:
+        """The function's value here."""
+        return function(*self.arguments, **self.keywords)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What to say to a wrong function, and the function."""
+
+    hint: str
+    wrong: Callable
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function to write, in one place: the lab's text, the tests and `check` all read it here."""
+
+    statement: str
+    reference: Callable
+    cases: Callable[[], list[Case]]  # the same list at each call
+    mistakes: tuple[Mistake, ...]
+    minutes: int
+    difficulty: int  # 1 to 3
+    importance: int  # 1 to 3
+    behind: Callable  # where `reference` gets its number: itself, or the function whose result has several
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    @property
+    def marks(self) -> str:
+        """The line under the exercise's title: minutes, difficulty, importance.
+
+        >>> load()["kv_bytes_per_token"].marks
+        '6 min · ●●○ · matters ●●●'
+        """
+        difficulty, importance = ("●" * count + "○" * (3 - count) for count in (self.difficulty, self.importance))
+        return f"{self.minutes} min · {difficulty} · matters {importance}"
+
+    def values(self, function: Callable) -> list[float]:
+        """The function's value on each case."""
+        return [case.call(function) for case in self.cases()]
+
+
+@cache
+def load() -> dict[str, Exercise]:
+    """Every exercise of the labs by name, in the order of the labs. Raises: FileNotFoundError without labs/exercises.py."""
+    return runpy.run_path(str(catalog.course_file("labs/exercises.py")), run_name=LIST)["EXERCISES"]
 
 
 def check(name: str, answer: Callable) -> None:
@@ -49,9 +113,9 @@ def reveal(name: str) -> None:
 
 
 def _exercise(name: str) -> Exercise:
-    if name not in EXERCISES:
-        raise catalog.UnknownName(f"no exercise {name!r}; there are: {', '.join(EXERCISES)}")
-    return EXERCISES[name]
+    if name not in load():
+        raise catalog.UnknownName(f"no exercise {name!r}; there are: {', '.join(load())}")
+    return load()[name]
 
 
 def _problem(exercise: Exercise, answer: Callable) -> str | None:
@@ -71,9 +135,9 @@ def _problem(exercise: Exercise, answer: Callable) -> str | None:
 
 
 def _is_ours(answer: Callable) -> bool:
-    """Whether the answer, or the function inside a functools.partial of it, comes from this library."""
+    """Whether the answer, or the function inside a functools.partial of it, comes from this library or its list."""
     module = getattr(getattr(answer, "func", answer), "__module__", None) or ""
-    return module.partition(".")[0] == __name__.partition(".")[0]
+    return module == LIST or module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _outcome(case: Case, answer: Callable) -> float | str:

@@ -1,71 +1,19 @@
-"""The catalogue of exercises: for each the library's own function as reference, its cases, and the mistakes people make.
+"""The exercises of the labs: for each the library's own function as reference, its cases, and the mistakes people make.
 
-A mistake is a function somebody plausibly writes, unlike the reference and unlike the other mistakes on some case, with
-the hint that answers it. One line each: the arguments are those of the reference, `k` its keywords.
+`decodelab.teaching.exercises` reads this file when an exercise is first checked. A mistake is a function somebody plausibly
+writes, unlike the reference and unlike the other mistakes on some case, with the hint that answers it. One line each: the
+arguments are those of the reference, `k` its keywords.
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 
 from decodelab.arithmetic import catalog, cost, planning
 from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.cost import Constants
 from decodelab.arithmetic.records import Card
-from decodelab.measuring import experiments
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call that an answer must get right."""
-
-    label: str
-    arguments: tuple = ()
-    keywords: dict = field(default_factory=dict)
-
-    def call(self, function: Callable) -> float:
-        """The function's value here."""
-        return function(*self.arguments, **self.keywords)
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """What to say to a wrong function, and the function."""
-
-    hint: str
-    wrong: Callable
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """A function to write, in one place: the lab's text, the tests and `check` all read it here."""
-
-    statement: str
-    reference: Callable
-    cases: Callable[[], list[Case]]  # the same list at each call
-    mistakes: tuple[Mistake, ...]
-    minutes: int
-    difficulty: int  # 1 to 3
-    importance: int  # 1 to 3
-    behind: Callable  # where `reference` gets its number: itself, or the function whose result has several
-
-    @property
-    def name(self) -> str:
-        return self.reference.__name__
-
-    @property
-    def marks(self) -> str:
-        """The line under the exercise's title: minutes, difficulty, importance.
-
-        >>> EXERCISES["kv_bytes_per_token"].marks
-        '6 min · ●●○ · matters ●●●'
-        """
-        difficulty, importance = ("●" * count + "○" * (3 - count) for count in (self.difficulty, self.importance))
-        return f"{self.minutes} min · {difficulty} · matters {importance}"
-
-    def values(self, function: Callable) -> list[float]:
-        """The function's value on each case."""
-        return [case.call(function) for case in self.cases()]
+from decodelab.teaching.exercises import Case, Exercise, Mistake
 
 
 def intercept_s(config: ModelConfig, constants: Constants, *, batch: int, weight_bytes_per_value: float) -> float:
@@ -81,6 +29,11 @@ def slope_s_per_token(config: ModelConfig, constants: Constants, *, batch: int, 
 def decode_s(config: ModelConfig, constants: Constants, *, prompt: int, output: int) -> float:
     """Seconds of all decode steps of one request."""
     return cost.request_time(config, constants, Workload(prompt_tokens=prompt, output_tokens=output)).decode_s
+
+
+def ridge_batch(config: ModelConfig, card: Card) -> float:
+    """The batch at which a step's weight FLOPs take as long as reading its weights at the roof; KV left out."""
+    return planning.ridge_batch(config, card.floor(), weight_bytes_per_value=catalog.dtype_bytes(card.dtype))
 
 
 def split_step_s(config: ModelConfig, constants: Constants, *, devices: int, context: int, exchange_s: float) -> float:
@@ -360,14 +313,15 @@ _ALL = (
         ("attention is arithmetic too", _ratio(lambda F, S, n: F, lambda W, R, n: W + n * R)),
         ("each sequence has its own attention", _ratio(lambda F, S, n: F + S, lambda W, R, n: W + n * R)),
         ("upside down: FLOP per byte", lambda m, **k: 1 / cost.intensity(m, **k))),
-    _exercise(experiments.ridge_batch, (8, 3, 3), lambda: _cases([(one.arguments[0], _random_card(random.Random(i))) for i, one in enumerate(_kv_cases())]),
+    _exercise(ridge_batch, (8, 3, 3), lambda: _cases([(one.arguments[0], _random_card(random.Random(i))) for i, one in enumerate(_kv_cases())]),
         "Write `ridge_batch(config, card)`: the batch at which the arithmetic of the weights (`card.gemm_flops_per_s`) takes as long as reading them at the "
         "read roof (`card.read_bytes_per_s`). Read what a step of one sequence reads; leave K and V out. `catalog.dtype_bytes(card.dtype)` is the format.",
         ("that is the ridge in FLOP per byte; how many FLOP does a sequence bring, and how many bytes does a step read?", lambda m, card: card.ridge_flops_per_byte()),
-        ("the ridge is where the two roofs meet: the read roof, not BW_w", lambda m, card: experiments.ridge_batch(m, replace(card, read_bytes_per_s=card.matvec_bytes_per_s))),
-        ("those are values; each one is dtype_bytes(card.dtype) bytes", lambda m, card: experiments.ridge_batch(m, card) / catalog.dtype_bytes(card.dtype)),
-        ("a multiply and an add are 2 FLOP", lambda m, card: 2 * experiments.ridge_batch(m, card)),
-        ("upside down: the seconds of reading over the seconds of one sequence's arithmetic", lambda m, card: 1 / experiments.ridge_batch(m, card))),
+        ("the ridge is where the two roofs meet: the read roof, not BW_w", lambda m, card: ridge_batch(m, replace(card, read_bytes_per_s=card.matvec_bytes_per_s))),
+        ("those are values; each one is dtype_bytes(card.dtype) bytes", lambda m, card: ridge_batch(m, card) / catalog.dtype_bytes(card.dtype)),
+        ("a multiply and an add are 2 FLOP", lambda m, card: 2 * ridge_batch(m, card)),
+        ("upside down: the seconds of reading over the seconds of one sequence's arithmetic", lambda m, card: 1 / ridge_batch(m, card)),
+        behind=planning.ridge_batch),
     _exercise(cost.expected_experts, (7, 2, 2), lambda: _cases([(catalog.model(name), tokens) for tokens in (1, 8, 64) for name in (
             "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "deepseek-v3")], ["tokens"]),
         "Write `expected_experts(config, *, tokens)`: how many different routed experts of one layer `tokens` tokens touch, where each picks "
