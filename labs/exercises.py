@@ -48,6 +48,22 @@ def answer_dollars(config: ModelConfig, constants: Constants, *, prompt: int, re
     return planning.answer_cost(config, constants, dollars_per_hour=dollars_per_hour, watts=0, **work).dollars
 
 
+def int8_step_s(config: ModelConfig, constants: Constants, *, context: int, kv_bytes_per_value: float) -> float:
+    """Seconds of a decode step of one sequence with int8 matrices; K and V keep their format, the scales are left out."""
+    return cost.step_time(config, constants, context=context, weight_bytes_per_value=1, kv_bytes_per_value=kv_bytes_per_value)
+
+
+def step_factor(config: ModelConfig, constants: Constants, *, context: int, a_factor: float, b_factor: float) -> float:
+    """after / before of a step's seconds when a technique multiplies a and b of t(n) = a + b*n."""
+    line = cost.growth(config, constants)
+    return cost.Growth(a_s=a_factor * line.a_s, b_s_per_token=b_factor * line.b_s_per_token)(context) / line(context)
+
+
+def expanded_kv_bytes(config: ModelConfig, *, context: int, dtype_bytes: float) -> float:
+    """Bytes of K and V a step moves when they are copied to every query head first: read, copies written, copies read."""
+    return (1 + 2 * config.n_heads // config.n_kv_heads) * cost.kv_bytes(config, context=context, dtype_bytes=dtype_bytes)
+
+
 def _random_shape(rng: random.Random) -> ModelConfig:
     """A decoder with grouped heads whose head_dim is seldom hidden / n_heads; its name tells the shape."""
     layers, hidden, head_dim = rng.randint(2, 40), 64 * rng.randint(4, 64), rng.choice((32, 64, 96, 128))
@@ -372,6 +388,34 @@ _ALL = (
         ("a step with more sequences takes longer: time the whole batch", lambda m, c, **k: answer_dollars(m, c, **{**k, "batch": 1}) / k["batch"]),
         ("prefill is on the bill too", lambda m, c, *, prompt, reasoning, answer, batch, dollars_per_hour: cost.request_time(m, c, Workload(
             prompt_tokens=prompt, output_tokens=reasoning + answer, batch=batch)).decode_s * dollars_per_hour / 3600 / batch), behind=planning.answer_cost),
+    _exercise(int8_step_s, (6, 2, 3), _drawn(31, ("gpt2", "smollm2-135m", "llama-3.1-8b", "qwen3-4b"), constants=True, random_shapes=8,
+                                             context=(100, 4000, 30_000), kv_bytes_per_value=(4, 2)),
+        "Write `int8_step_s(config, constants, *, context, kv_bytes_per_value)`: the seconds of one decode step of one sequence when the weights are "
+        "stored in 1 byte per value and K and V in `kv_bytes_per_value`. Leave the scales out; `cost.step_time` knows the rest.",
+        ("K and V are not in 8 bits: they keep kv_bytes_per_value", lambda m, c, *, context, kv_bytes_per_value: int8_step_s(m, c, context=context, kv_bytes_per_value=1)),
+        ("only the reading of the weights gets shorter, not the overhead and not K and V", lambda m, c, **k: cost.step_time(m, c, weight_bytes_per_value=4, **k) / 4),
+        ("int8 is 1 byte per value; without weight_bytes_per_value the formula takes 2", lambda m, c, **k: cost.step_time(m, c, **k)),
+        ("the overhead is missing: no format makes a call cheaper", lambda m, c, **k: int8_step_s(m, c, **k) - c.overhead_s(m)),
+        ("K and V of the context are read too", lambda m, c, *, context, kv_bytes_per_value: int8_step_s(m, c, context=0, kv_bytes_per_value=kv_bytes_per_value)),
+        behind=cost.step_time),
+    _exercise(step_factor, (7, 2, 3), _drawn(32, ("gpt2", "smollm2-135m", "llama-3.1-8b", "llama-3.1-70b"), constants=True, random_shapes=8,
+                                             context=(100, 4000, 30_000), a_factor=(0.3, 0.5, 1.0), b_factor=(0.25, 1.0, 2.5)),
+        "Write `step_factor(config, constants, *, context, a_factor, b_factor)`: after / before of the seconds of a step with `context` tokens in the cache, "
+        "when a technique multiplies a by `a_factor` and b by `b_factor`. `cost.growth(config, constants)` has `a_s` and `b_s_per_token`.",
+        ("a and b·n are no equal shares of a step: weigh each factor by its seconds", lambda m, c, *, context, a_factor, b_factor: (a_factor + b_factor) / 2),
+        ("a and b·n add up; the factors of two parts do not multiply", lambda m, c, *, context, a_factor, b_factor: a_factor * b_factor),
+        ("the cache's part of the step has a factor of its own", lambda m, c, *, context, a_factor, b_factor: step_factor(m, c, context=context, a_factor=a_factor, b_factor=a_factor)),
+        ("b is paid for each of the `context` tokens", lambda m, c, *, context, **k: step_factor(m, c, context=1, **k)),
+        ("that is before / after: how many times faster", lambda m, c, **k: 1 / step_factor(m, c, **k)), behind=cost.growth),
+    _exercise(expanded_kv_bytes, (6, 2, 2), _drawn(33, ("smollm2-135m", "llama-3.1-8b", "llama-3.1-70b", "qwen3-4b"), random_shapes=8,
+                                                   context=(100, 4000, 30_000), dtype_bytes=(4, 2, 1)),
+        "Write `expanded_kv_bytes(config, *, context, dtype_bytes)`: the bytes of K and V that one step of one sequence moves when every KV head is first "
+        "copied once for each query head that uses it. `cost.kv_bytes(config, context=context, dtype_bytes=dtype_bytes)` is read by a step that copies nothing.",
+        ("the copies must be made: K and V are read and the copies written before attention reads them", lambda m, **k: m.n_heads / m.n_kv_heads * cost.kv_bytes(m, **k)),
+        ("attention then reads the copies", lambda m, **k: (1 + m.n_heads / m.n_kv_heads) * cost.kv_bytes(m, **k)),
+        ("what is copied has to be read first", lambda m, **k: 2 * m.n_heads / m.n_kv_heads * cost.kv_bytes(m, **k)),
+        ("a KV head is copied for the query heads of its group: n_heads / n_kv_heads", lambda m, **k: (1 + 2 * m.n_heads) * cost.kv_bytes(m, **k)),
+        ("every layer copies its own K and V", lambda m, **k: expanded_kv_bytes(m, **k) / m.n_layers), behind=cost.kv_bytes),
 )
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""Puts data/*.csv, data/runs/ and labs/exercises.py of the repository into the wheel, below decodelab/."""
+"""Puts data/*.csv, data/runs/ and two lists of the labs into the wheel, below decodelab/."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ class CourseFiles(BuildHookInterface):
         if version == "editable":
             return
         course = Path(self.root).parent
-        for file in [*course.glob("data/*.csv"), *course.glob("data/runs/**/*"), course / "labs" / "exercises.py"]:
+        lists = [course / "labs" / name for name in ("exercises.py", "techniques.py")]
+        for file in [*course.glob("data/*.csv"), *course.glob("data/runs/**/*"), *lists]:
             if file.is_file():
                 build_data["force_include"][str(file)] = f"decodelab/{file.relative_to(course).as_posix()}"

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line, with help that teaches."""
     top = argparse.ArgumentParser(prog="decodelab", description="Predict what one more token costs, then measure it.", epilog=EPILOG)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    card = _command(commands, "machine", run_machine, "measure this machine's card: the formula's constants, on random buffers (under 30 s)")
+    card = _command(commands, "machine", run_machine, "measure this machine's card: the formula's constants, on random buffers (about 30 s)")
     _measured(card)
     card.add_argument("--remeasure", action="store_true", help="measure again although a card is kept in ~/.decodelab")
     _estimate_options(
@@ -85,7 +85,8 @@ def _command(commands, name: str, run: Callable, summary: str) -> argparse.Argum
 
 
 def _measured(command: argparse.ArgumentParser, *, budget_s: float | None = None) -> None:
-    command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
+    command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16 or int8 (weights)")
+    command.add_argument("--path", default="auto", help="fast (compiled), eager, or auto (default): fast where it compiles")
     command.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     if budget_s:
         command.add_argument("--budget", type=float, default=budget_s, metavar="SECONDS", help=f"seconds for the timed steps (default {budget_s:g})")
@@ -104,7 +105,7 @@ def run_machine(arguments: argparse.Namespace) -> tuple[dict, str]:
     """`decodelab machine`."""
     from decodelab.measuring import machine
 
-    card = machine.card(_torch_dtype(arguments), device=arguments.device, remeasure=arguments.remeasure, say=say)
+    card = machine.card(_torch_dtype(arguments), device=arguments.device, path=arguments.path, remeasure=arguments.remeasure, say=say)
     return card.to_json(), str(card)
 
 
@@ -169,7 +170,7 @@ def run_growth(arguments: argparse.Namespace) -> tuple[dict, str]:
     config, dtype = catalog.model(arguments.model), _torch_dtype(arguments)
     contexts = experiments.growth_contexts(_counts(arguments.contexts), batch=arguments.batch)
     weights.require_runnable(config)
-    card = machine.fresh_card(dtype, device=arguments.device, say=say)
+    card = machine.fresh_card(dtype, device=arguments.device, path=arguments.path, say=say)
     say(f"timing decode steps of {config.name} at {', '.join(map(str, contexts))} tokens")
     result = experiments.growth(config, card, contexts=contexts, batch=arguments.batch, budget_s=arguments.budget)
     lines = [f"{config.name}, batch {arguments.batch}, {card.title()}", f"{'tokens in cache':>16}{'step':>12}   n"]
@@ -193,7 +194,7 @@ def run_saturation(arguments: argparse.Namespace) -> tuple[dict, str]:
     """`decodelab saturation`."""
     from decodelab.measuring import experiments, machine
 
-    card = machine.fresh_card(_torch_dtype(arguments), device=arguments.device, say=say)
+    card = machine.fresh_card(_torch_dtype(arguments), device=arguments.device, path=arguments.path, say=say)
     result = experiments.saturation(card, budget_s=arguments.budget)
     lines = [card.title(), f"{'bytes per step':>16}{'batch':>7}{'step':>12}{'read':>12}{'arithmetic':>16}{'tokens/s':>10}"]
     lines += [f"{units.format_bytes(point.bytes_per_step):>16}{point.batch:>7}{units.format_seconds(point.step_s):>12}"

@@ -95,7 +95,8 @@ def test_validate(capsys):
     (["growth", "--contexts", "128,many"], "'128,many' is not a comma-separated list of whole numbers"),
     (["growth", "--model", "mixtral-8x7b"], "Mixtral-8x7B"),
     (["machine", "--device", "mps"], "mps"),
-    (["machine", "--dtype", "int8"], "int8"),
+    (["machine", "--dtype", "fp8"], "fp8"),
+    (["machine", "--path", "quick"], "use one of auto, fast, eager"),
     (["validate", "--rows", "no-such-file.csv"], "no-such-file.csv"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(capsys, arguments, said):
@@ -125,7 +126,7 @@ def test_an_unknown_peak_is_said_and_not_guessed(capsys):
     assert found["likely"]["ttft_s"] is None and found["likely"]["decode_share"] is None and found["likely"]["decode_s"] > found["decode_s"]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "q4_0"])
+@pytest.mark.parametrize("dtype", ["fp8", "q4_0"])
 def test_a_format_the_decoder_cannot_run_is_refused_here(capsys, dtype):
     status, _, err = run(capsys, "estimate", "--model", "gpt2", "--hardware", "here", "--prompt", "8", "--output", "8", "--dtype", dtype)
     assert status == 2 and dtype in err and len(err.strip().splitlines()) == 1

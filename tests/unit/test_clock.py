@@ -214,7 +214,7 @@ def test_card_is_kept_and_found_again(tmp_path, monkeypatch):
     """The card on disk is keyed by processor, torch, threads, device, dtype and path; a broken file is measured again."""
     monkeypatch.setenv("DECODELAB_HOME", str(tmp_path))
     measured = []
-    monkeypatch.setattr(machine, "measure_card", lambda dtype, device, say: measured.append(dtype) or replace(CARD, dtype=dtype))
+    monkeypatch.setattr(machine, "measure_card", lambda dtype, device, path, say: measured.append(dtype) or replace(CARD, dtype=dtype))
     first = machine.card("float32")
     assert machine.card("float32") == first and measured == ["float32"]
     machine.card("bfloat16")

@@ -470,7 +470,7 @@ def test_b082_devices(monkeypatch):
 
 
 def test_other_dtypes_are_refused(llama_source):
-    refused("dtype=int8 .* use float32, bfloat16, float16", weights.load, llama_source, dtype="int8")
+    refused("dtype=int4 .* use float32, bfloat16, float16, int8", weights.load, llama_source, dtype="int4")
     refused("dtype=float64", weights.load, llama_source, dtype=torch.float64)
 
 

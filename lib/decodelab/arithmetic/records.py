@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from decodelab.arithmetic import units
-from decodelab.arithmetic.catalog import ModelConfig
+from decodelab.arithmetic.catalog import ModelConfig, dtype_bytes
 from decodelab.arithmetic.cost import Constants
 
 CLOCK_TICKS = 100
@@ -52,6 +52,12 @@ class Card:
     per_row_s: float  # c1
     measured_at: str
     seconds: float  # how long the measurement took
+
+    @property
+    def formats(self) -> dict[str, float]:
+        """Bytes per value of matrices and of KV, as the functions of `cost` take them; int8 keeps KV in the device's default."""
+        kv = ("float32" if self.machine.device == "cpu" else "bfloat16") if self.dtype == "int8" else self.dtype
+        return {"weight_bytes_per_value": dtype_bytes(self.dtype), "kv_bytes_per_value": dtype_bytes(kv)}
 
     def constants(self, config: ModelConfig) -> Constants:
         """The prediction: this machine's measured constants for a model of this kind of attention."""

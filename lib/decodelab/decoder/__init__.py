@@ -1,1 +1,1 @@
-"""A real GPT-2 / Llama decoder: cache, model, weights, tokenizer, sampling, generation."""
+"""A real GPT-2, Llama and Qwen decoder: cache, model, kernels, weights, tokenizer, sampling, generation."""

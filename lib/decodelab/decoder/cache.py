@@ -13,6 +13,10 @@ PAD_POSITION = 2**30
 """Position of a padding column: greater than any query's, so `key position <= query position` never shows it."""
 
 
+CHUNK = 16
+"""The fast path reads whole chunks of this many tokens; a cache has one more than it needs, so that no read is of all of it."""
+
+
 class ContextError(ValueError):
     """A request needs more cache slots, or positions, than there are. Raised before any forward pass."""
 
@@ -23,10 +27,13 @@ class KVCache:
     def __init__(self, config: ModelConfig, *, max_len: int, batch: int = 1, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32):
         if max_len < 1 or batch < 1:
             raise ValueError(f"a cache of max_len {max_len} and batch {batch} holds nothing; both must be at least 1")
-        shape = (batch, config.n_kv_heads, max_len, config.head_dim)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
-        self.length = 0
+        shape = (batch, config.n_kv_heads, (max(2, -(-max_len // CHUNK)) + 1) * CHUNK, config.head_dim)
+        with torch.inference_mode(False):  # the cache outlives a pass
+            self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+            self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.max_len, self.length = max_len, 0
+        self.finite = 0  # slots before this one hold numbers: written, or made zero by `open`
+        self.graphs: dict = {}  # CUDA graphs of the fast path, by the model's path and the slots they read
         self.positions: Tensor | None = None  # (B, max_len), only once a pass names its positions
 
     @property
@@ -34,7 +41,8 @@ class KVCache:
         return self.keys[0].shape[0]
 
     @property
-    def max_len(self) -> int:
+    def slots(self) -> int:
+        """Slots allocated per row: max_len in whole chunks, and one chunk more."""
         return self.keys[0].shape[2]
 
     @property
@@ -45,7 +53,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        return self.batch * self.max_len * self.bytes_per_token
+        return self.batch * self.slots * self.bytes_per_token
 
     def read_bytes(self, new_tokens: int = 1) -> int:
         """K and V bytes the next pass of `new_tokens` tokens reads, all rows: the valid slice with the new tokens in it."""
@@ -69,14 +77,26 @@ class KVCache:
         self.values[layer][:, :, self.length : end] = v
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
-    def place(self, positions: Tensor) -> Tensor:
-        """Records the positions (B, T) of the columns about to be written; returns those of all columns, (B, S)."""
+    def open(self, multiple: int) -> int:
+        """Slots that a step of fixed size reads: those in use and the new one, up to a `multiple` of chunks.
+
+        Slots never written are made zero first: memory may hold NaN, and no mask hides 0 * NaN.
+        """
+        slots = min(max(2 * CHUNK, -(-(self.length + 1) // multiple) * multiple), self.slots - CHUNK)
+        if self.finite < slots:
+            for tensor in (*self.keys, *self.values):
+                tensor[:, :, max(self.length, self.finite) : slots] = 0
+            self.finite = slots
+        return slots
+
+    def place(self, positions: Tensor, *, slots: int | None = None) -> Tensor:
+        """Records the positions (B, T) of the columns about to be written; returns those of all columns, or of `slots`: (B, S)."""
         if self.positions is None:
             with torch.inference_mode(False):  # the cache outlives this pass
-                self.positions = torch.arange(self.max_len, device=positions.device).repeat(self.batch, 1)
+                self.positions = torch.arange(self.slots, device=positions.device).repeat(self.batch, 1)
         end = self.length + positions.shape[1]
         self.positions[:, self.length : end] = positions
-        return self.positions[:, :end]
+        return self.positions[:, : slots or end]
 
     def next_positions(self) -> Tensor:
         """The position of each row's next token, (B,): one past its last real column."""
@@ -101,10 +121,12 @@ class KVCache:
 
     def copy(self) -> "KVCache":
         """An independent cache with the same content: continuing one leaves the other as it is."""
-        twin = object.__new__(KVCache)
-        twin.keys, twin.values = [k.clone() for k in self.keys], [v.clone() for v in self.values]
+        twin = object.__new__(type(self))
+        twin.max_len, twin.finite, twin.graphs = self.max_len, self.finite, {}
+        with torch.inference_mode(False):  # as in the first one: compiled steps tell the two kinds of tensor apart
+            twin.keys, twin.values = [k.clone() for k in self.keys], [v.clone() for v in self.values]
+            twin.positions = None if self.positions is None else self.positions.clone()
         twin.length = self.length
-        twin.positions = None if self.positions is None else self.positions.clone()
         return twin
 
     def fill_random(self, length: int, *, generator: torch.Generator | None = None) -> None:
@@ -113,4 +135,4 @@ class KVCache:
             raise ContextError(f"cannot fill {length} tokens into a cache that holds {self.max_len}")
         for tensor in (*self.keys, *self.values):
             tensor[:, :, :length].normal_(generator=generator)
-        self.length, self.positions = length, None
+        self.length, self.positions, self.finite = length, None, max(length, self.finite)

@@ -42,10 +42,22 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
         self.register_buffer("inverse_wavelengths", None if config.is_gpt2 else rotary_frequencies(config).to(device), persistent=False)
         self.requires_grad_(False)
+        self.fast = None  # kernels.FastPath, where `weights.load` or `weights.random` attached one
+
+    @property
+    def path(self) -> str:
+        """ "fast" where decode steps are compiled, else "eager"."""
+        return "eager" if self.fast is None else "fast"
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed.weight.dtype
+        """Of activations and KV; int8 matrices are scaled back to it."""
+        return self.norm.weight.dtype
+
+    @property
+    def formats(self) -> dict[str, float]:
+        """Bytes per value of matrices and of KV, as the functions of `cost` take them."""
+        return {"weight_bytes_per_value": self.head.weight.itemsize, "kv_bytes_per_value": self.dtype.itemsize}
 
     @property
     def device(self) -> torch.device:
@@ -73,6 +85,10 @@ class Decoder(nn.Module):
         if positions is None and cache.positions is not None:
             positions = cache.next_positions()[:, None] + torch.arange(tokens, device=ids.device)
         self.require_positions(cache.length + tokens if positions is None else positions)
+        if self.fast is not None and tokens == 1:
+            logits = self.fast.step(ids[:, 0], cache=cache, positions=positions)  # (B, V)
+            cache.advance(1)
+            return logits[:, None] if every_row else logits
         shared = self._shared(tokens, cache, positions)
         x = self.embed(ids)  # (B, T, D)
         if self.positions is not None:
@@ -166,7 +182,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(F.gelu(self.up(x), approximate="tanh"))  # (B, T, F) inside
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x), inplace=True).mul_(self.up(x)))  # in place: new memory costs a prefill more than the arithmetic
 
 
 def make_norm(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:

@@ -19,12 +19,13 @@ from torch import Tensor
 from decodelab.arithmetic import catalog
 from decodelab.arithmetic.catalog import ModelConfig, RopeScaling
 from decodelab.arithmetic.units import format_capacity
+from decodelab.decoder import kernels
 from decodelab.decoder.model import Decoder, rotary_frequencies
 
 LAB_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")  # of stored tensors
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "int8")
 HUB_TIMEOUT_S = 4.0
 _HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors",
               "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
@@ -34,24 +35,28 @@ class LoadError(ValueError):
     """A model that cannot be loaded: one line that names the file or tensor, the cause and the way out."""
 
 
-def load(source: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None) -> Decoder:
+def load(source: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, path: str = "auto",
+         say: Callable[[str], None] = print) -> Decoder:  # fmt: skip
     """The model in `source`: a .gguf file, a Hugging Face folder, a hub name "org/model", or "smollm2-135m", the lab's own.
 
-    Without `dtype` it is `default_dtype(device)`. Everything is checked before memory is taken; nothing is left half-loaded.
+    Without `dtype` it is `default_dtype(device)`; "int8" makes the matrices int8 and computes in that default. `path` is how
+    decode steps run: "fast" (compiled, see kernels.py), "eager", or "auto", fast where it compiles. Everything is checked
+    before memory is taken; nothing is left half-loaded.
 
     Raises: LoadError, one line.
     """
     place, kind = check_device(device), check_dtype(dtype, device)
-    path = find(source)
-    config, tensors = _read_folder(path) if path.is_dir() else _read_gguf(path)
-    chosen = _assign(config, tensors, path)
+    file = find(source)
+    config, tensors = _read_folder(file) if file.is_dir() else _read_gguf(file)
+    chosen = _assign(config, tensors, file)
     model = _empty(config, place, kind)
     for name, parameter in model.named_parameters():  # the names are the keys of `chosen`: once each
         parameter.copy_(chosen[name].read())
-    return model
+    return _finish(model, dtype, path, say)
 
 
-def random(config: ModelConfig, *, seed: int = 0, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None) -> Decoder:
+def random(config: ModelConfig, *, seed: int = 0, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, path: str = "auto",
+           say: Callable[[str], None] = print) -> Decoder:  # fmt: skip
     """A model of this shape with random weights: normal, standard deviation 0.02, norms at one.
 
     Speed and bytes do not depend on the values, as long as they are not constant. For more positions than the shape has,
@@ -65,6 +70,15 @@ def random(config: ModelConfig, *, seed: int = 0, device: str | torch.device = "
     generator = torch.Generator(place).manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.fill_(1) if name.endswith("norm.weight") else parameter.normal_(0, 0.02, generator=generator)
+    return _finish(model, dtype, path, say)
+
+
+def _finish(model: Decoder, dtype: str | torch.dtype | None, path: str, say: Callable[[str], None]) -> Decoder:
+    """The model with int8 matrices where asked, and its fast path."""
+    if str(dtype).removeprefix("torch.") == "int8":
+        kernels.quantise(model)
+    if kernels.chosen_path(path, device=model.device.type, say=say) == "fast":
+        kernels.attach(model, say=say)
     return model
 
 
@@ -100,11 +114,14 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def check_dtype(dtype: str | torch.dtype | None, device: str | torch.device) -> torch.dtype:
-    """float32, bfloat16 or float16, by name or as torch's own; None is the device's default. Raises: LoadError for any other."""
+    """What activations and KV are in for a `dtype` by name or as torch's own; for int8 or None the device's default.
+
+    Raises: LoadError for any other.
+    """
     name = str(default_dtype(device)[0] if dtype is None else dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise LoadError(f"dtype={name} is not a dtype the decoder computes in; use {', '.join(DTYPES)}")
-    return getattr(torch, name)
+    return default_dtype(device)[0] if name == "int8" else getattr(torch, name)
 
 
 def default_dtype(device: str | torch.device, *, capability: tuple[int, int] | None = None) -> tuple[torch.dtype, str]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from decodelab.arithmetic import cost, planning, units
 from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.records import Card, Run, Summary, fit_line, html_table, summarise, utilisation
-from decodelab.decoder.cache import KVCache
+from decodelab.decoder.cache import CHUNK, KVCache
 from decodelab.decoder.generate import decode_step, generate, prefill
+from decodelab.decoder.kernels import OPTIONS, attention_step, mlp_step
 from decodelab.decoder.model import Decoder, Pass, attend, rotate
 from decodelab.decoder.sampling import sample
 from decodelab.decoder.weights import random as random_decoder
@@ -66,6 +67,17 @@ def growth_contexts(contexts: Sequence[int], *, batch: int) -> tuple[int, ...]:
     return tuple(sorted(set(contexts)))
 
 
+def require_card(model: Decoder, card: Card) -> None:
+    """Raises ValueError where the card was measured on another path or in other formats than the model's."""
+    if (model.path, model.formats) != (card.path, card.formats):
+        raise ValueError(f"the card is of the {card.path} path in {card.dtype}, the model runs {model.path} with {model.formats}; "
+                         f"take machine.card(..., path={model.path!r}) in the model's dtype")  # fmt: skip
+
+
+def _quiet(_: str) -> None:
+    """Where a line of progress would only disturb."""
+
+
 def warm_weights(model: Decoder) -> None:
     """Touches every weight once, so that the first timed step does not pay for pages the system has not mapped yet."""
     for parameter in model.parameters():
@@ -97,16 +109,17 @@ def growth(config: ModelConfig, card: Card, *, contexts: Sequence[int] = (128, 1
     """
     contexts = growth_contexts(contexts, batch=batch)
     if model is not None:
+        require_card(model, card)
         config = model.config
     else:
         config = replace(config, max_context=max(config.max_context, contexts[-1]))
-        model = random_decoder(config, device=card.machine.device, dtype=card.dtype)
+        model = random_decoder(config, device=card.machine.device, dtype=card.dtype, path=card.path, say=_quiet)
     warm_weights(model)
     cache = model.new_cache(max_len=contexts[-1], batch=batch)
     taken = interleaved(step_calls(model, cache, contexts), rounds=rounds, budget_s=machine.budget(budget_s), device=card.machine.device, warmup=2)
     steps = tuple(summarise(seconds) for seconds in taken)
     line = fit_line(contexts, [step.median_s for step in steps])
-    formats = {"batch": batch, "weight_bytes_per_value": model.dtype.itemsize, "kv_bytes_per_value": model.dtype.itemsize}
+    formats = {"batch": batch, **model.formats}
     floor, predicted = cost.growth(config, card.floor(), **formats), cost.growth(config, card.constants(config), **formats)
     return GrowthResult(model=config.name, card=card, batch=batch, contexts=contexts, steps=steps, r2=line.r2,
                         a_s=Compared(floor=floor.a_s, predicted=predicted.a_s, measured=line.intercept),
@@ -155,23 +168,21 @@ def saturation(card: Card, *, widths: Sequence[int] = (128, 256, 512, 768, 1024)
         points += _saturation_points(config, card, batches=(1,), context=context, budget_s=budget_s / (2 * len(probes)))
     points += _saturation_points(probes[-1], card, batches=tuple(batches), context=context, budget_s=budget_s / 2)
     roof = max(card.read_bytes_per_s, machine.read_bandwidth(device=device, budget_s=budget_s / 10))
-    ridge = planning.ridge_batch(probes[-1], card.floor(), weight_bytes_per_value=getattr(torch, card.dtype).itemsize)
+    ridge = planning.ridge_batch(probes[-1], card.floor(), weight_bytes_per_value=card.formats["weight_bytes_per_value"])
     return SaturationResult(card=card, points=tuple(points), roof_bytes_per_s=roof, ridge_batch=ridge)
 
 
 def _saturation_points(config: ModelConfig, card: Card, *, batches: Sequence[int], context: int, budget_s: float,
                        model: Decoder | None = None) -> list[SaturationPoint]:  # fmt: skip
-    model = model or random_decoder(config, device=card.machine.device, dtype=card.dtype)
-    size = model.dtype.itemsize
+    model = model or random_decoder(config, device=card.machine.device, dtype=card.dtype, path=card.path, say=_quiet)
     calls = [step_calls(model, model.new_cache(max_len=context, batch=batch), [context])[0] for batch in batches]
     taken = interleaved(calls, rounds=40, budget_s=budget_s, device=card.machine.device, warmup=2)
     points = []
     for batch, seconds in zip(batches, taken, strict=True):
         step_s = median(seconds)
-        moved = cost.weight_bytes_per_step(config, dtype_bytes=size, batch=batch) + batch * cost.kv_bytes(config, context=context, dtype_bytes=size)
+        moved = cost.pass_work(config, new_tokens=1, context=context, batch=batch, **model.formats).bytes
         flops = cost.weight_flops(config, tokens=batch, logit_rows=batch)
-        formats = {"weight_bytes_per_value": size, "kv_bytes_per_value": size}
-        predicted_s = cost.step_time(config, card.constants(config), context=context, batch=batch, **formats)
+        predicted_s = cost.step_time(config, card.constants(config), context=context, batch=batch, **model.formats)
         points.append(SaturationPoint(model=config.name, batch=batch, bytes_per_step=moved, flops_per_step=flops, step_s=step_s, n=len(seconds),
                                       read_bytes_per_s=moved / step_s, flops_per_s=flops / step_s, predicted_s=predicted_s))  # fmt: skip
     return points
@@ -182,16 +193,43 @@ def request(model: Decoder, prompt: Sequence[int], *, new_tokens: int, card: Car
 
     `budget_s` cuts it short on a slow or busy machine, and the run's note says after how many tokens.
     """
+    require_card(model, card)
     return measure(lambda: generate(model, prompt, max_tokens=new_tokens), model=model.config.name, machine=card.machine, dtype=card.dtype,
                    path=card.path, prompt_tokens=len(prompt), budget_s=machine.budget(budget_s))  # fmt: skip
 
 
 def where_the_time_goes(model: Decoder, *, context: int = 64, rounds: int = 10) -> dict[str, float]:
-    """Seconds of one eager step in attention, MLP, head and the rest, with the hooks' own overhead beside them."""
+    """Seconds of one decode step in attention, MLP and head, the rest, and the step; what measuring adds is `overhead`.
+
+    An eager step is split by hooks. A compiled one has nothing to hook: its parts are compiled alone and run at equal
+    shapes, less the time of as many empty calls.
+    """
     cache = model.new_cache(max_len=context)
     step = step_calls(model, cache, [context])[0]
+    if model.fast is not None:
+        return _split_fast(model, cache, step, rounds)
     parts = {"attention": [b.attention for b in model.blocks], "mlp": [b.mlp for b in model.blocks], "head": [model.head]}
     return split_step(step, parts, rounds=rounds, device=model.device)
+
+
+@torch.inference_mode()
+def _split_fast(model: Decoder, cache: KVCache, step: Callable[[], None], rounds: int) -> dict[str, float]:
+    fast, ids, slot = model.fast, torch.zeros(1, dtype=torch.long, device=model.device), torch.full((1,), cache.max_len - 1, device=model.device)
+    x, shared = fast.inputs(ids, slot, slot, fast.ticks[: cache.open(CHUNK)])
+    compiled = [torch.compile(part, fullgraph=True, options=OPTIONS) for part in (attention_step, mlp_step, torch.neg)]
+    layers, eps = list(zip(fast.blocks, cache.keys, cache.values, strict=True)), fast.eps
+    calls = {
+        "attention": lambda: [compiled[0](x, w[0], keys, values, shared, eps) for w, keys, values in layers],
+        "mlp": lambda: [compiled[1](x, w[1], eps) for w, _, _ in layers],
+        "head": lambda: fast.last(x, fast.norm, fast.head, eps),
+        "empty": lambda: [compiled[2](x) for _ in layers],
+        "step": step,
+    }
+    taken = interleaved(list(calls.values()), rounds=rounds, budget_s=machine.budget(20.0), device=model.device, warmup=2)
+    split = dict(zip(calls, map(median, taken), strict=True))
+    empty, bare = split.pop("empty"), split["step"]
+    split |= {"attention": split["attention"] - empty, "mlp": split["mlp"] - empty}
+    return {**split, "rest": 2 * bare - sum(split.values()), "bare": bare, "overhead": 2 * empty}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +282,7 @@ def passes(model: Decoder, card: Card, *, shapes: Sequence[tuple[int, int]], rou
     What stands before the new tokens is random K and V. Of the shapes, in order, those are run whose predicted time
     fits the budget, the first four in any case; the note names the rest.
     """
+    require_card(model, card)
     seconds, config = machine.budget(budget_s), model.config
     predicted = [_pass_seconds(config, card, new, context) for new, context in shapes]
     fit = max(4, sum(sum(predicted[: i + 1]) * (warmup + 1) <= seconds for i in range(len(shapes))))
@@ -252,9 +291,8 @@ def passes(model: Decoder, card: Card, *, shapes: Sequence[tuple[int, int]], rou
     cache.fill_random(cache.max_len)
     calls = [lambda new=new, context=context: _pass(model, cache, new, context) for new, context in shapes[:fit]]
     taken = interleaved(calls, rounds=rounds, budget_s=seconds, device=model.device, warmup=warmup)
-    size = model.dtype.itemsize
     done = [TimedPass(new_tokens=new, context=context, predicted_s=predicted_s, taken=summarise(times),
-                      work=cost.pass_work(config, new_tokens=new, context=context, weight_bytes_per_value=size, kv_bytes_per_value=size))
+                      work=cost.pass_work(config, new_tokens=new, context=context, **model.formats))
             for (new, context), predicted_s, times in zip(shapes, predicted, taken, strict=False)]  # fmt: skip
     roof = max(card.read_bytes_per_s, machine.read_bandwidth(device=card.machine.device, budget_s=seconds / 10))
     left_out = ", ".join(f"{new:,} of {context:,}" for new, context in shapes[fit:])
@@ -270,8 +308,7 @@ def _pass(model: Decoder, cache: KVCache, new_tokens: int, context: int) -> None
 
 def _pass_seconds(config: ModelConfig, card: Card, new_tokens: int, context: int) -> float:
     """The formula's time of a pass on this card."""
-    size = getattr(torch, card.dtype).itemsize
-    work = Workload(prompt_tokens=new_tokens, output_tokens=1, weight_bytes_per_value=size, kv_bytes_per_value=size)
+    work = Workload(prompt_tokens=new_tokens, output_tokens=1, **card.formats)
     return cost.prefill_time(config, card.constants(config), work, cached=context - new_tokens)
 
 
@@ -384,10 +421,10 @@ def prefill_sweep(model: Decoder, card: Card, *, lengths: Sequence[int] = (128, 
     """
     if uneven := [length for length in lengths if length < part or length % part]:
         raise ValueError(f"lengths {uneven} cannot be cut into prompts of {part}; give multiples of {part}")
-    budget_s, size, cases, spent = machine.budget(budget_s), model.dtype.itemsize, [], 0.0
+    require_card(model, card)
+    budget_s, cases, spent = machine.budget(budget_s), [], 0.0
     for length in sorted(set(lengths)):
-        pair = [Workload(prompt_tokens=tokens, output_tokens=1, batch=length // tokens, weight_bytes_per_value=size, kv_bytes_per_value=size)
-                for tokens in (length, part)]  # fmt: skip
+        pair = [Workload(prompt_tokens=tokens, output_tokens=1, batch=length // tokens, **model.formats) for tokens in (length, part)]
         predicted = [cost.prefill_time(model.config, card.constants(model.config), work) for work in pair]
         spent += sum(predicted)
         if spent > budget_s and cases:
@@ -416,6 +453,7 @@ def _prefill_call(model: Decoder, work: Workload) -> Callable[[], object]:
 def batch_sweep(model: Decoder, card: Card, *, batches: Sequence[int] = (1, 2, 4, 8, 16, 32), context: int = 128,
                 budget_s: float = 15.0) -> SaturationResult:  # fmt: skip
     """The second half of `saturation` on a given model: a decode step at each batch, `context` tokens in every row."""
+    require_card(model, card)
     points = _saturation_points(model.config, card, batches=batches, context=context, budget_s=machine.budget(budget_s), model=model)
-    ridge = planning.ridge_batch(model.config, card.floor(), weight_bytes_per_value=model.dtype.itemsize)
+    ridge = planning.ridge_batch(model.config, card.floor(), weight_bytes_per_value=model.formats["weight_bytes_per_value"])
     return SaturationResult(card=card, points=tuple(points), roof_bytes_per_s=card.read_bytes_per_s, ridge_batch=ridge)

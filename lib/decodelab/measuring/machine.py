@@ -1,7 +1,7 @@
 """The card: every constant of the formula, measured on this machine and on buffers that are not the model.
 
-`matvec`, `kv_read` and the probe decoder run the same eager operations as the decoder on random data, at shapes of
-their own, so no timing of a predicted model enters its prediction.
+`matvec`, `kv_read` and the probe decoders run the same operations as the decoder, eager or compiled, on random data at
+shapes of their own, so no timing of a predicted model enters its prediction.
 """
 
 import json
@@ -22,10 +22,12 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from decodelab.arithmetic.catalog import ModelConfig, slug
+from decodelab.arithmetic.catalog import ModelConfig, dtype_bytes, slug
 from decodelab.arithmetic.cost import weight_bytes_per_step
 from decodelab.arithmetic.records import Card, Machine, fit_line, home
+from decodelab.decoder.cache import CHUNK
 from decodelab.decoder.generate import decode_step
+from decodelab.decoder.kernels import OPTIONS, Rows, attend_chunks, chosen_path, product
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import sample
 from decodelab.decoder.weights import check_device, check_dtype
@@ -34,7 +36,6 @@ from decodelab.measuring.clock import interleaved
 
 CARD_BUDGET_S = 14.0
 ROUNDS = 400  # at most; the budget ends a measurement before that
-PATH = "eager"
 
 
 def budget(seconds: float) -> float:
@@ -120,20 +121,21 @@ def has_bfloat16() -> bool:
 
 
 def card(
-    dtype: str = "float32", *, device: str = "cpu", path: str = PATH, remeasure: bool = False, say: Callable[[str], None] = lambda _: None
+    dtype: str = "float32", *, device: str = "cpu", path: str = "auto", remeasure: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> Card:
-    """This machine's card: read from disk if it was measured before on the same processor, torch and threads, else measured.
+    """This machine's card of one dtype and one path: read from disk if measured before on the same processor, torch and threads.
 
-    Measuring takes under 30 s with nothing else running. `say` receives one line per constant as it is measured.
+    Measuring takes about 30 s with nothing else running. `say` receives one line per constant as it is measured.
     """
     check_dtype(dtype, check_device(device))
+    path = chosen_path(path, device=device)
     file = card_file(describe(device), dtype, path)
     if not remeasure and file.is_file():
         try:
             return Card.from_json(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError, KeyError):
             say(f"the card in {file.name} cannot be read; measuring it again")
-    measured = measure_card(dtype, device=device, say=say)
+    measured = measure_card(dtype, device=device, path=path, say=say)
     draft = file.with_name(f"{file.stem}.{os.getpid()}.{threading.get_ident()}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,21 +152,22 @@ def card_file(machine: Machine, dtype: str, path: str) -> Path:
     return home() / "cards" / (slug(f"{machine.processor} {machine.torch} {machine.threads}t {machine.device} {dtype} {path}{short}") + ".json")
 
 
-def fresh_card(dtype: str = "float32", *, device: str = "cpu", say: Callable[[str], None] = lambda _: None) -> Card:
+def fresh_card(dtype: str = "float32", *, device: str = "cpu", path: str = "auto", say: Callable[[str], None] = lambda _: None) -> Card:
     """The card, measured again where a rate is more than a third off today: other work then or now, another clock or host."""
-    kept = card_file(describe(device), dtype, PATH).is_file()
-    known, kind, share = card(dtype, device=device, say=say), getattr(torch, dtype), budget(2.0) / 8
+    path = chosen_path(path, device=device)
+    kept = card_file(describe(device), dtype, path).is_file()
+    known, share = card(dtype, device=device, path=path, say=say), budget(2.0) / 8
     if not kept:
         return known
     now = {
         "read_bytes_per_s": read_bandwidth(device=device, budget_s=share),
-        "matvec_bytes_per_s": matvec_bandwidth(kind, device=device, budget_s=share),
-        "kv_read_grouped_bytes_per_s": kv_bandwidth(kind, device=device, queries_per_head=3, budget_s=share),
+        "matvec_bytes_per_s": matvec_bandwidth(dtype, device=device, path=path, budget_s=share),
+        "kv_read_grouped_bytes_per_s": kv_bandwidth(dtype, device=device, path=path, queries_per_head=3, budget_s=share),
     }
     for name, rate in now.items():
         if not 2 / 3 < rate / getattr(known, name) < 3 / 2:
             say(f"{name} is {rate / 1e9:.1f} GB/s now and {getattr(known, name) / 1e9:.1f} on the card: measuring the card again")
-            return card(dtype, device=device, remeasure=True, say=say)
+            return card(dtype, device=device, path=path, remeasure=True, say=say)
     return known
 
 
@@ -172,9 +175,10 @@ def fresh_card(dtype: str = "float32", *, device: str = "cpu", say: Callable[[st
 
 
 @torch.inference_mode()
-def measure_card(dtype: str = "float32", *, device: str = "cpu", budget_s: float | None = None, say: Callable[[str], None] = lambda _: None) -> Card:
+def measure_card(dtype: str = "float32", *, device: str = "cpu", path: str = "auto", budget_s: float | None = None,
+                 say: Callable[[str], None] = lambda _: None) -> Card:  # fmt: skip
     """Measures every constant on random buffers larger than the last-level cache; medians, roofs the best of their reads."""
-    began, machine, kind = time.perf_counter(), describe(device), getattr(torch, dtype)
+    began, machine, path = time.perf_counter(), describe(device), chosen_path(path, device=device)
     share = budget(CARD_BUDGET_S if budget_s is None else budget_s) / 8
     values: dict[str, float] = {}
 
@@ -183,16 +187,17 @@ def measure_card(dtype: str = "float32", *, device: str = "cpu", budget_s: float
         say(f"{name} {value:.4g}")
         return value
 
+    where = {"device": device, "path": path}
     note("read_bytes_per_s", read_bandwidth(device=device, budget_s=share))
     note("copy_bytes_per_s", copy_bandwidth(device=device, budget_s=share))
-    matvec = note("matvec_bytes_per_s", matvec_bandwidth(kind, device=device, budget_s=share))
-    note("kv_read_bytes_per_s", kv_bandwidth(kind, device=device, queries_per_head=1, budget_s=share))
-    note("kv_read_grouped_bytes_per_s", kv_bandwidth(kind, device=device, queries_per_head=3, budget_s=share))
-    note("gemm_flops_per_s", gemm_rate(kind, device=device, budget_s=share))
-    step_s, layer_s, row_s = overheads(kind, device=device, matvec_bytes_per_s=matvec, budget_s=2 * share)
+    matvec = note("matvec_bytes_per_s", matvec_bandwidth(dtype, **where, budget_s=share))
+    note("kv_read_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=1, budget_s=share))
+    note("kv_read_grouped_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=3, budget_s=share))
+    note("gemm_flops_per_s", gemm_rate(dtype, **where, budget_s=share))
+    step_s, layer_s, row_s = overheads(dtype, **where, matvec_bytes_per_s=matvec, budget_s=2 * share)
     for name, value in (("step_overhead_s", step_s), ("layer_overhead_s", layer_s), ("per_row_s", row_s)):
         note(name, value)
-    return Card(machine=machine, dtype=dtype, path=PATH, measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    return Card(machine=machine, dtype=dtype, path=path, measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 seconds=time.perf_counter() - began, **values)  # fmt: skip
 
 
@@ -225,49 +230,68 @@ def copy_traffic(copied_bytes: int) -> int:
     return 2 * copied_bytes
 
 
-def matvec_bandwidth(dtype: torch.dtype, *, device: str = "cpu", budget_s: float) -> float:
+@torch.inference_mode()
+def matvec_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", budget_s: float) -> float:
     """BW_w in bytes per second: one row through cold matrices in a small decoder's proportions (attention, FFN, output).
 
-    Width 832: no catalogue shape has it, and a CPU's product slows down as rows get shorter, so it must be of the lab's size.
+    On the fast path the products of a layer are compiled together, as a block's are. Width 832: no catalogue shape has it,
+    and a CPU's product slows down as rows get shorter, so it must be of the lab's size.
     """
-    width, size = 832, dtype.itemsize
+    width = 832
     shapes = [(width, width)] * 4 + [(4 * width, width)] * 2 + [(width, 4 * width)]
-    layers = max(2, math.ceil(_cold_bytes(device) / (16 * width * width * size)))
-    matrices = [_random(shape, dtype, device) for shape in shapes * layers] + [_random((32 * width, width), dtype, device)]
-    rows = {width: _random((1, 1, width), dtype, device), 4 * width: _random((1, 1, 4 * width), dtype, device)}
+    layers = max(2, math.ceil(_cold_bytes(device) / (16 * width * width * dtype_bytes(dtype))))
+    groups = [[_matrix(shape, dtype, device) for shape in shapes] for _ in range(layers)] + [[_matrix((32 * width, width), dtype, device)]]
+    rows = {size: _random((1, size), dtype, device) for size in (width, 4 * width)}
+    multiply = _compiled(_products, path)
 
     def stream() -> None:
-        for matrix in matrices:
-            F.linear(rows[matrix.shape[1]], matrix)
+        for group in groups:
+            multiply([rows[matrix.weight.shape[1]] for matrix in group], group)
 
-    seconds = interleaved([stream], rounds=ROUNDS, budget_s=budget_s, device=device)[0]
-    return sum(matrix.numel() for matrix in matrices) * size / median(seconds)
+    seconds = interleaved([stream], rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)[0]
+    return sum(matrix.weight.nbytes for group in groups for matrix in group) / median(seconds)
 
 
-def kv_bandwidth(dtype: torch.dtype, *, device: str = "cpu", queries_per_head: int, budget_s: float) -> float:
+def _products(rows: list[torch.Tensor], matrices: list[Rows]) -> list[torch.Tensor]:
+    return [product(x, matrix) for x, matrix in zip(rows, matrices, strict=True)]
+
+
+def _compiled(function: Callable, path: str) -> Callable:
+    """The function as the path runs it."""
+    return torch.compile(function, fullgraph=True, options=OPTIONS) if path == "fast" else function
+
+
+@torch.inference_mode()
+def kv_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", queries_per_head: int, budget_s: float) -> float:
     """BW_kv in bytes per second: one new token's attention over cold caches of 4096 tokens, heads of 64.
 
     One query per KV head (MHA, 12 heads), or three (GQA, 3 KV heads): fewer, shared heads split worse over threads.
     """
     heads, tokens, head_dim = (12 if queries_per_head == 1 else 3), 4096, 64
-    layer_bytes = 2 * heads * tokens * head_dim * dtype.itemsize
-    layers = [(_random((1, heads, tokens, head_dim), dtype, device), _random((1, heads, tokens, head_dim), dtype, device))
-              for _ in range(math.ceil(_cold_bytes(device) / layer_bytes))]  # fmt: skip
-    query = _random((1, heads, queries_per_head, head_dim), dtype, device)
+    shape, query = (1, heads, tokens + CHUNK, head_dim), _random((1, heads, queries_per_head, head_dim), dtype, device)
+    layers = math.ceil(_cold_bytes(device) / (2 * heads * tokens * head_dim * query.itemsize))
+    caches = [(_random(shape, dtype, device), _random(shape, dtype, device)) for _ in range(layers)]
+    bias = torch.zeros((1, tokens // CHUNK, CHUNK), device=device)
+    chunks = _compiled(attend_chunks, path)
 
     def attend_all() -> None:
-        for keys, values in layers:
-            F.scaled_dot_product_attention(query, keys, values)
+        for keys, values in caches:
+            if path == "fast":
+                chunks(query, keys, values, bias)
+            else:
+                F.scaled_dot_product_attention(query, keys[:, :, :tokens], values[:, :, :tokens])
 
-    seconds = interleaved([attend_all], rounds=ROUNDS, budget_s=budget_s, device=device)[0]
-    return len(layers) * layer_bytes / median(seconds)
+    seconds = interleaved([attend_all], rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)[0]
+    return len(caches) * 2 * heads * tokens * head_dim * query.itemsize / median(seconds)
 
 
-def gemm_rate(dtype: torch.dtype, *, device: str = "cpu", budget_s: float) -> float:
+@torch.inference_mode()
+def gemm_rate(dtype: str, *, device: str = "cpu", path: str = "eager", budget_s: float) -> float:
     """Peak in FLOP/s: a product of 512 rows with a 4096 x 1024 matrix (4096 rows on a GPU), random data."""
     rows, out, width = (4096, 8192, 4096) if torch.device(device).type == "cuda" else (512, 4096, 1024)
-    x, matrix = _random((rows, width), dtype, device), _random((out, width), dtype, device)
-    seconds = interleaved([lambda: F.linear(x, matrix)], rounds=ROUNDS, budget_s=budget_s, device=device)[0]
+    x, matrix = _random((rows, width), dtype, device), _matrix((out, width), dtype, device)
+    call = (lambda: product(x, matrix)) if path == "fast" or dtype == "int8" else (lambda: F.linear(x, matrix.weight))
+    seconds = interleaved([call], rounds=ROUNDS, budget_s=budget_s, device=device)[0]
     return 2 * rows * out * width / median(seconds)
 
 
@@ -278,18 +302,19 @@ def probe_config(*, hidden: int, n_layers: int, vocab_size: int = 1024, max_cont
                        n_kv_heads=heads, head_dim=hidden // heads, vocab_size=vocab_size, max_context=max_context, attention="MHA")  # fmt: skip
 
 
-def overheads(dtype: torch.dtype, *, device: str = "cpu", matvec_bytes_per_s: float, budget_s: float) -> tuple[float, float, float]:
+def overheads(dtype: str, *, device: str = "cpu", path: str = "eager", matvec_bytes_per_s: float, budget_s: float) -> tuple[float, float, float]:
     """(fixed, per layer, per row) seconds of a step beyond streaming its weights at BW_w.
 
     Probe decoders of two depths give a line in the depth; a batch of eight on a narrow one gives the row.
     """
-    layer_bytes = weight_bytes_per_step(probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=dtype.itemsize)
+    size = dtype_bytes(dtype)
+    layer_bytes = weight_bytes_per_step(probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=size)
     shallow = min(48, max(4, math.ceil(1.5 * (last_level_cache_bytes(device) or 32 * 2**20) / layer_bytes)))
     configs = [probe_config(hidden=512, n_layers=shallow), probe_config(hidden=512, n_layers=3 * shallow), probe_config(hidden=64, n_layers=8)]
-    probes = [random_decoder(config, seed=7, device=device, dtype=dtype) for config in configs]
+    probes = [random_decoder(config, seed=7, device=device, dtype=dtype, path=path, say=lambda _: None) for config in configs]
     steps = [_probe_step(probes[0]), _probe_step(probes[1]), _probe_step(probes[2]), _probe_step(probes[2], batch=8)]
     taken = [median(seconds) for seconds in interleaved(steps, rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)]
-    beyond = [taken[i] - weight_bytes_per_step(configs[i], dtype_bytes=dtype.itemsize) / matvec_bytes_per_s for i in (0, 1)]
+    beyond = [taken[i] - weight_bytes_per_step(configs[i], dtype_bytes=size) / matvec_bytes_per_s for i in (0, 1)]
     line = fit_line([config.n_layers for config in configs[:2]], beyond)
     return max(0.0, line.intercept), max(0.0, line.slope), max(0.0, (taken[3] - taken[2]) / 7)
 
@@ -307,6 +332,13 @@ def _probe_step(probe: Decoder, *, batch: int = 1) -> Callable[[], None]:
     return step
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Random normal data: constant data draws less power and lets a chip clock higher than real work does."""
-    return torch.randn(shape, device=device).to(dtype)
+def _random(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
+    """Random normal activations or KV: constant data draws less power and lets a chip clock higher than real work does."""
+    return torch.randn(shape, device=device).to(check_dtype(dtype, device))
+
+
+def _matrix(shape: tuple[int, int], dtype: str, device: str) -> Rows:
+    """A random matrix as a product takes it; int8 with a scale per row."""
+    if dtype != "int8":
+        return Rows(_random(shape, dtype, device), None, None)
+    return Rows(torch.randint(-127, 128, shape, dtype=torch.int8, device=device), None, torch.rand(shape[0], device=device))

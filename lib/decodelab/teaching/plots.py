@@ -408,3 +408,22 @@ def batch_rates(result: Any, *, ax: Sequence[Axes]) -> None:
         panel.minorticks_off()
     ax[len(ax) // 2].legend(fontsize=9)
     small_print(ax[0], result.card.title())
+
+
+def ledger(table: Any, *, ax: Axes, title: str = "What each technique does to a quantity: predicted and measured") -> None:
+    """after / before of each entry on a log axis, passes left out; "same" is shaded, a cross is a class that was not predicted."""
+    entries = [entry for entry in table.entries if entry.quantity != "passes"]
+    ax.axvspan(0.9, 1.1, color="#e8e8e8", label="same: within 10 %")
+    for label, wanted, marker, color in (("found, as claimed", True, "o", MEASURED), ("found, another class", False, "X", OTHER)):
+        kept = [(max(0.01, entry.change.factor), y) for y, entry in enumerate(entries) if entry.agrees == wanted]
+        if kept:
+            ax.plot(*zip(*kept, strict=True), marker, color=color, markersize=8, label=label)
+    formula = [(max(0.01, entry.change.predicted), y) for y, entry in enumerate(entries) if entry.change.predicted is not None]
+    if formula:
+        ax.plot(*zip(*formula, strict=True), "|", color=PREDICTED, markersize=16, markeredgewidth=2, label="the formula's factor")
+    ax.set(title=title, xlabel="after / before (0.01 stands for less, too)", xscale="log")
+    ax.set_yticks(range(len(entries)), [f"{entry.technique}: {entry.quantity}" for entry in entries])
+    ax.invert_yaxis()
+    _plain_log(ax.xaxis)
+    ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.3, -0.15), ncols=2)
+    small_print(ax, table.caption)
