@@ -171,13 +171,13 @@ class FastPath:
         self.graphs = model.device.type == "cuda"
         self.bucket = BUCKET if self.graphs else CHUNK
         self.ticks = torch.arange(model.config.max_context + 2 * max(BUCKET, CHUNK), device=model.device)
-        self.several = False  # whether steps of more than one row are compiled
+        self.compiled = set()  # (whether for several rows, for how many threads): torch compiles again where the threads change
 
     @torch.inference_mode()
     def step(self, ids: Tensor, *, cache: KVCache, positions: Tensor | None = None) -> Tensor:
         """Logits (B, V) of one more token for each row, ids (B,); writes its K and V, leaves the cache's length alone."""
-        if len(ids) > 1 and not self.several:
-            self.warm_up(rows=4)
+        if (len(ids) > 1, torch.get_num_threads()) not in self.compiled:
+            self.warm_up(rows=4 if len(ids) > 1 else 1)
         slots = cache.open(self.bucket)
         slot = torch.full((1,), cache.length, device=ids.device)
         if positions is not None:
@@ -223,7 +223,7 @@ class FastPath:
         ids, slot = (torch.zeros(size, dtype=torch.long, device=model.device) for size in (rows, 1))
         with torch._dynamo.config.patch(LIMITS):
             self.run(ids, slot, cache, slot.expand(rows), self.ticks[:1].expand(WARM_UP_TOKENS), mark=True)
-        self.several |= rows > 1
+        self.compiled.add((rows > 1, torch.get_num_threads()))
 
 
 def _mark(wanted: bool, *dims: tuple[Tensor | None, int]) -> None:
