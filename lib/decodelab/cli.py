@@ -125,6 +125,8 @@ def run_estimate(arguments: argparse.Namespace) -> tuple[dict, str]:
         from decodelab.measuring import machine
 
         card = machine.card(dtype, say=say)
+        if not arguments.kv_dtype:  # int8 keeps K and V in what this machine computes in
+            work, kv_dtype = replace(work, **card.formats), "float32" if card.formats["kv_bytes_per_value"] == 4 else kv_dtype
         name, floor, likely, engine = card.machine.processor, card.floor(), card.constants(config), "this machine's card"
     else:
         engine_class = engines.engine_for(known)

@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 import model_files
 from decodelab.arithmetic import catalog, cost
@@ -295,7 +294,7 @@ def bench(cases: Sequence[Case], peers: dict[str, str], *, scratch: Path, rounds
         time.sleep(PAUSE_S)
         reads.append(machine.read_bandwidth(budget_s=1.5))
         for format, rates in products.items():
-            rates.append(machine.gemm_rate(getattr(torch, DTYPES[format]), budget_s=1))
+            rates.append(machine.gemm_rate(DTYPES[format], path="fast", budget_s=1))
 
     roofs()
     with started({"ours": sys.executable, **peers}, threads=threads) as workers:
@@ -332,7 +331,7 @@ def report(document: dict) -> str:
              for name, about in document["peers"].items() if name != "ours"]  # fmt: skip
     here = document["machine"]
     return (
-        f"Measured {document['date'][:10]} on {here['processor']}, {document['threads']} threads, {format_bandwidth(max(document['read_bytes_per_s']))} read "
+        f"Measured {document['date'][:10]} on {here['processor']}, {document['threads']} threads, {format_bandwidth(min(document['read_bytes_per_s']))} to {format_bandwidth(max(document['read_bytes_per_s']))} read "
         f"bandwidth, PyTorch {here['torch']}, with `{document['command']}`. Beside it: {', '.join(known)}.\n\n{table(document)}\n\n"
         "A ratio above 1 says that we are faster: our tokens/s over theirs, medians of turns taken one after the other. The roof is the read bandwidth "
         "of the same run, in prefill its matrix product. llama.cpp: the better of flash attention on and off, KV in f16; its 8 bits are Q8_0. "
@@ -352,7 +351,7 @@ def picture() -> dict:
     """Measures t(n) of the GPT-2 shape and rewrites the record and the picture that README shows."""
     from decodelab.teaching import plots
 
-    card = machine.card("float32", remeasure=True, say=say)
+    card = machine.card("float32", path="eager", remeasure=True, say=say)
     result = experiments.growth(catalog.model("gpt2"), card, contexts=(128, 1024, 2048, 4096, 6144, 8192), rounds=20, budget_s=40)
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / "growth.json").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -396,7 +395,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = options.scratch or Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
-        command = re.sub(r"(\w)=\S+", r"\1=PYTHON", " ".join(["python course.py bench", *sys.argv[1:]]))
+        command = re.sub(r"(\w)=\S+", r"\1=PYTHON", f"python course.py bench {shlex.join(sys.argv[1:])}")
         document = bench(
             cases, peer_pythons(options.peers), scratch=scratch, rounds=options.rounds, seconds=options.seconds, command=one_line(command)
         )

@@ -162,8 +162,8 @@ def norm(x: Tensor, w: tuple[Tensor, Tensor | None], eps: float) -> Tensor:
 class FastPath:
     """The compiled decode step of one model; `attach` makes it."""
 
-    def __init__(self, model: Decoder):
-        self.model, self.eps = model, model.config.norm_eps
+    def __init__(self, model: Decoder, *, say: Callable[[str], None] = print):
+        self.model, self.eps, self.say = model, model.config.norm_eps, say
         self.blocks = [_block_tensors(block) for block in model.blocks]
         self.norm, self.head = _norm_tensors(model.norm), model.head.rows
         self.group = next(size for size in GROUPS if model.config.n_layers % size == 0)
@@ -218,6 +218,7 @@ class FastPath:
     @torch.inference_mode()
     def warm_up(self, *, rows: int) -> None:
         """Compiles the step for one row or for several, on a cache of one group of layers."""
+        self.say(f"Compiling the decoder's block for {'several rows' if rows > 1 else 'one row'}: a second or two, up to ten the first time.")
         model = self.model
         cache = KVCache(replace(model.config, n_layers=self.group), max_len=2 * WARM_UP_TOKENS, batch=rows, device=model.device, dtype=model.dtype)
         ids, slot = (torch.zeros(size, dtype=torch.long, device=model.device) for size in (rows, 1))
@@ -313,8 +314,7 @@ def chosen_path(path: str, *, device: str, say: Callable[[str], None] = print) -
 def attach(model: Decoder, *, say: Callable[[str], None] = print) -> None:
     """Gives the model its fast path, compiled for one row."""
     _replace(model, lambda linear: Matrix(linear.weight, linear.bias))
-    say("Compiling the decoder's block: a second or two, up to ten the first time.")
-    model.fast = FastPath(model)
+    model.fast = FastPath(model, say=say)
     model.fast.warm_up(rows=1)
 
 

@@ -68,8 +68,8 @@ def growth_contexts(contexts: Sequence[int], *, batch: int) -> tuple[int, ...]:
 
 
 def require_card(model: Decoder, card: Card) -> None:
-    """Raises ValueError where the card was measured on another path or in other formats than the model's."""
-    if (model.path, model.formats) != (card.path, card.formats):
+    """Raises ValueError where the card was measured on another path or device, or in other formats than the model's."""
+    if (model.path, model.device.type, model.formats) != (card.path, card.machine.device, card.formats):
         raise ValueError(f"the card is of the {card.path} path in {card.dtype}, the model runs {model.path} with {model.formats}; "
                          f"take machine.card(..., path={model.path!r}) in the model's dtype")  # fmt: skip
 

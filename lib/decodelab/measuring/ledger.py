@@ -132,12 +132,14 @@ def run(names: Iterable[str], card: Card, *, guesses: Mapping[str, Mapping[str, 
     Raises: UnknownName for a row that is not there.
     """
     rows, guesses = [_row(name) for name in names], guesses or {}
+    if card.dtype != "float32":
+        raise ValueError(f"the ledger's rows compare with float32 and this card is of {card.dtype}; take machine.fresh_card('float32')")
     share, entries = machine.budget(budget_s) / max(1, len(rows)), []
     for row in rows:
         changes, mine = row.measure(share, card), guesses.get(row.name, {})
         entries += [Entry(technique=row.name, quantity=quantity, guess=str(mine.get(quantity) or "").strip().lower(), claimed=claimed, change=changes[quantity])
                     for quantity, claimed in row.claims.items()]  # fmt: skip
-    return Table(tuple(entries), card.title())
+    return Table(tuple(entries), f"{card.machine.processor}, {card.machine.threads} threads, float32; each row says how it was measured")
 
 
 def _row(name: str) -> Technique:

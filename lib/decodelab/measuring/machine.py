@@ -128,7 +128,7 @@ def card(
     Measuring takes about 30 s with nothing else running. `say` receives one line per constant as it is measured.
     """
     check_dtype(dtype, check_device(device))
-    path = chosen_path(path, device=device)
+    path = chosen_path(path, device=device, say=say)
     file = card_file(describe(device), dtype, path)
     if not remeasure and file.is_file():
         try:
@@ -154,7 +154,7 @@ def card_file(machine: Machine, dtype: str, path: str) -> Path:
 
 def fresh_card(dtype: str = "float32", *, device: str = "cpu", path: str = "auto", say: Callable[[str], None] = lambda _: None) -> Card:
     """The card, measured again where a rate is more than a third off today: other work then or now, another clock or host."""
-    path = chosen_path(path, device=device)
+    path = chosen_path(path, device=device, say=say)
     kept = card_file(describe(device), dtype, path).is_file()
     known, share = card(dtype, device=device, path=path, say=say), budget(2.0) / 8
     if not kept:
@@ -178,7 +178,7 @@ def fresh_card(dtype: str = "float32", *, device: str = "cpu", path: str = "auto
 def measure_card(dtype: str = "float32", *, device: str = "cpu", path: str = "auto", budget_s: float | None = None,
                  say: Callable[[str], None] = lambda _: None) -> Card:  # fmt: skip
     """Measures every constant on random buffers larger than the last-level cache; medians, roofs the best of their reads."""
-    began, machine, path = time.perf_counter(), describe(device), chosen_path(path, device=device)
+    began, machine, path = time.perf_counter(), describe(device), chosen_path(path, device=device, say=say)
     share = budget(CARD_BUDGET_S if budget_s is None else budget_s) / 8
     values: dict[str, float] = {}
 

@@ -415,7 +415,11 @@ def ledger(table: Any, *, ax: Axes, title: str = "What each technique does to a 
     entries = [entry for entry in table.entries if entry.quantity != "passes"]
     ax.axvspan(0.9, 1.1, color="#e8e8e8", label="same: within 10 %")
     for label, wanted, marker, color in (("found, as claimed", True, "o", MEASURED), ("found, another class", False, "X", OTHER)):
-        kept = [(max(0.01, entry.change.factor), y) for y, entry in enumerate(entries) if entry.agrees == wanted]
+        kept = [
+            (max(0.01, entry.change.factor), y)
+            for y, entry in enumerate(entries)
+            if entry.agrees == wanted and entry.change.factor == entry.change.factor
+        ]
         if kept:
             ax.plot(*zip(*kept, strict=True), marker, color=color, markersize=8, label=label)
     formula = [(max(0.01, entry.change.predicted), y) for y, entry in enumerate(entries) if entry.change.predicted is not None]
