@@ -215,9 +215,9 @@ def verdicts(tmp_path_factory) -> dict[str, list[str]]:
     folder, said = tmp_path_factory.mktemp("graded"), {}
     for kind, make in COPIES.items():
         (folder / kind).mkdir()
-        files = [folder / kind / path.name for path in SOURCES]
-        for path, notebook in make().items():
-            nbformat.write(notebook, folder / kind / path.name)
+        files = {folder / kind / path.name: notebook for path, notebook in make().items()}
+        for file, notebook in files.items():
+            nbformat.write(notebook, file)
         said[kind] = graded(folder, *files)
     return said
 
