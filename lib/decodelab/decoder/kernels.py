@@ -89,6 +89,11 @@ torch.library.register_fake("decodelab::onednn_linear", lambda x, weight, bias: 
 """oneDNN's float32 product as an operator the compiler takes as it is: its own lowering wants the matrix to be a constant."""
 
 
+def compiled(function: Callable) -> Callable:
+    """The function as the fast path runs it; torch compiles it at its first call."""
+    return torch.compile(function, fullgraph=True, options=OPTIONS)
+
+
 # Compiled functions. Each argument that changes is a tensor: one compilation serves all layers and all contexts.
 
 
@@ -167,7 +172,7 @@ class FastPath:
         self.blocks = [_block_tensors(block) for block in model.blocks]
         self.norm, self.head = _norm_tensors(model.norm), model.head.rows
         self.group = next(size for size in GROUPS if model.config.n_layers % size == 0)
-        self.some, self.last = (torch.compile(part, fullgraph=True, options=OPTIONS) for part in (blocks_step, head_step))
+        self.some, self.last = map(compiled, (blocks_step, head_step))
         self.graphs = model.device.type == "cuda"
         self.bucket = BUCKET if self.graphs else CHUNK
         self.ticks = torch.arange(model.config.max_context + 2 * max(BUCKET, CHUNK), device=model.device)

@@ -16,7 +16,7 @@ from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.records import Card, Run, Summary, fit_line, html_table, summarise, utilisation
 from decodelab.decoder.cache import CHUNK, KVCache
 from decodelab.decoder.generate import decode_step, generate, prefill
-from decodelab.decoder.kernels import OPTIONS, attention_step, mlp_step
+from decodelab.decoder.kernels import attention_step, compiled, mlp_step
 from decodelab.decoder.model import Decoder, Pass, attend, rotate
 from decodelab.decoder.sampling import sample
 from decodelab.decoder.weights import random as random_decoder
@@ -216,13 +216,13 @@ def where_the_time_goes(model: Decoder, *, context: int = 64, rounds: int = 10) 
 def _split_fast(model: Decoder, cache: KVCache, step: Callable[[], None], rounds: int) -> dict[str, float]:
     fast, ids, slot = model.fast, torch.zeros(1, dtype=torch.long, device=model.device), torch.full((1,), cache.max_len - 1, device=model.device)
     x, shared = fast.inputs(ids, slot, slot, fast.ticks[: cache.open(CHUNK)])
-    compiled = [torch.compile(part, fullgraph=True, options=OPTIONS) for part in (attention_step, mlp_step, torch.neg)]
+    attention, mlp, empty_call = map(compiled, (attention_step, mlp_step, torch.neg))
     layers, eps = list(zip(fast.blocks, cache.keys, cache.values, strict=True)), fast.eps
     calls = {
-        "attention": lambda: [compiled[0](x, w[0], keys, values, shared, eps) for w, keys, values in layers],
-        "mlp": lambda: [compiled[1](x, w[1], eps) for w, _, _ in layers],
+        "attention": lambda: [attention(x, w[0], keys, values, shared, eps) for w, keys, values in layers],
+        "mlp": lambda: [mlp(x, w[1], eps) for w, _, _ in layers],
         "head": lambda: fast.last(x, fast.norm, fast.head, eps),
-        "empty": lambda: [compiled[2](x) for _ in layers],
+        "empty": lambda: [empty_call(x) for _ in layers],
         "step": step,
     }
     taken = interleaved(list(calls.values()), rounds=rounds, budget_s=machine.budget(20.0), device=model.device, warmup=2)

@@ -27,7 +27,7 @@ from decodelab.arithmetic.cost import weight_bytes_per_step
 from decodelab.arithmetic.records import Card, Machine, fit_line, home
 from decodelab.decoder.cache import CHUNK
 from decodelab.decoder.generate import decode_step
-from decodelab.decoder.kernels import OPTIONS, Rows, attend_chunks, chosen_path, product
+from decodelab.decoder.kernels import Rows, attend_chunks, chosen_path, compiled, product
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import sample
 from decodelab.decoder.weights import check_device, check_dtype
@@ -258,7 +258,7 @@ def _products(rows: list[torch.Tensor], matrices: list[Rows]) -> list[torch.Tens
 
 def _compiled(function: Callable, path: str) -> Callable:
     """The function as the path runs it."""
-    return torch.compile(function, fullgraph=True, options=OPTIONS) if path == "fast" else function
+    return compiled(function) if path == "fast" else function
 
 
 @torch.inference_mode()
