@@ -255,3 +255,15 @@ def test_a_tensor_split_cuts_kv_by_whole_heads():
         empty = planning.tensor_split_step(model(name), constants, devices=16, **{**base, "context": 0})
         split = planning.tensor_split_step(model(name), constants, devices=16, **base)
         assert split - empty == pytest.approx(cost.kv_bytes(model(name), context=1000) / 1e12 / min(16, heads))
+
+
+def test_several_rows_have_their_own_rate_where_the_machine_has_one():
+    """One token streams at BW_w; a batch or a prompt at the rate of several rows. Without one, both stream alike."""
+    config, one = model("gpt2"), Constants(weight_bytes_per_s=4e9, kv_bytes_per_s=1e12)
+    two = replace(one, weight_rows_bytes_per_s=1e9)
+    read = cost.weight_bytes_per_step(config, batch=2)
+    assert cost.step_time(config, two, context=0) == cost.step_time(config, one, context=0)
+    assert cost.step_time(config, two, context=0, batch=2) == pytest.approx(read / 1e9)
+    assert cost.step_time(config, one, context=0, batch=2) == pytest.approx(read / 4e9)
+    work = Workload(prompt_tokens=2, output_tokens=1)
+    assert cost.prefill_time(config, two, work) == pytest.approx(read / 1e9, rel=1e-3)

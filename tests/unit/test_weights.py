@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from decodelab.arithmetic import catalog, cost
-from decodelab.decoder import weights
+from decodelab.decoder import memory, model, weights
 from decodelab.decoder.weights import LoadError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 97, "n_positions": 48, "initializer_range": 0.2}
@@ -477,13 +477,13 @@ def test_other_dtypes_are_refused(llama_source):
 def test_b099_a_model_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr(weights, "free_memory_bytes", lambda device: 4 << 30)
     made = []
-    monkeypatch.setattr(weights.Decoder, "to_empty", lambda self, device, **options: made.append(str(device)))
+    monkeypatch.setattr(model, "gather", lambda module, device: made.append(str(device)))
     refused("Llama-3.1-8B in bfloat16 needs 1.*GiB and 4.000 GiB is free on cpu", weights.random, catalog.model("llama-3.1-8b"), dtype="bfloat16")
     assert made == ["meta"]
 
 
 def test_free_memory_is_known():
-    assert weights.free_memory_bytes() > 1 << 20
+    assert memory.free_memory_bytes() > 1 << 20
 
 
 def test_random_weights_follow_the_seed_and_the_shape():

@@ -275,6 +275,7 @@ class Constants:
     step_overhead_s: float = 0.0
     layer_overhead_s: float = 0.0
     per_row_s: float = 0.0
+    weight_rows_bytes_per_s: float | None = None  # BW_w of a pass over several tokens, where it is another one
 
     def overhead_s(self, config: ModelConfig, *, batch: int = 1) -> float:
         """c0 + c1 * batch in seconds for this model."""
@@ -289,7 +290,8 @@ def floor_constants(hardware: Hardware, *, dtype: str = "bfloat16") -> Constants
 
 def _weights_s(config: ModelConfig, constants: Constants, *, tokens: int, logit_rows: int, dtype_bytes: float) -> float:
     """Seconds of the weight products of one pass: streaming or arithmetic, whichever is longer."""
-    streaming = weight_bytes_per_step(config, dtype_bytes=dtype_bytes, batch=tokens) / constants.weight_bytes_per_s
+    rate = constants.weight_rows_bytes_per_s if tokens > 1 and constants.weight_rows_bytes_per_s else constants.weight_bytes_per_s
+    streaming = weight_bytes_per_step(config, dtype_bytes=dtype_bytes, batch=tokens) / rate
     return max(streaming, weight_flops(config, tokens=tokens, logit_rows=logit_rows) / constants.flops_per_s)
 
 

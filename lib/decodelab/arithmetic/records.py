@@ -44,6 +44,7 @@ class Card:
     read_bytes_per_s: float  # the roof: summing a buffer far larger than the caches
     copy_bytes_per_s: float  # read + written bytes
     matvec_bytes_per_s: float  # BW_w
+    matvec_rows_bytes_per_s: float  # BW_w of several rows at once, which go through another product than one
     kv_read_bytes_per_s: float  # BW_kv, one query per KV head (MHA)
     kv_read_grouped_bytes_per_s: float  # BW_kv, several queries per KV head (GQA): other work per byte, fewer heads to share out
     gemm_flops_per_s: float  # peak
@@ -63,8 +64,8 @@ class Card:
         """The prediction: this machine's measured constants for a model of this kind of attention."""
         grouped = config.n_heads > config.n_kv_heads
         kv_bytes_per_s = self.kv_read_grouped_bytes_per_s if grouped else self.kv_read_bytes_per_s
-        return Constants(weight_bytes_per_s=self.matvec_bytes_per_s, kv_bytes_per_s=kv_bytes_per_s, flops_per_s=self.gemm_flops_per_s,
-                         step_overhead_s=self.step_overhead_s, layer_overhead_s=self.layer_overhead_s, per_row_s=self.per_row_s)  # fmt: skip
+        return Constants(weight_bytes_per_s=self.matvec_bytes_per_s, weight_rows_bytes_per_s=self.matvec_rows_bytes_per_s,
+                         kv_bytes_per_s=kv_bytes_per_s, flops_per_s=self.gemm_flops_per_s, step_overhead_s=self.step_overhead_s, layer_overhead_s=self.layer_overhead_s, per_row_s=self.per_row_s)  # fmt: skip
 
     def floor(self) -> Constants:
         """The floor: every byte at the read bandwidth, every FLOP at the GEMM rate, no overhead."""
@@ -80,6 +81,7 @@ class Card:
             ("read roof", "read_bytes_per_s", units.format_bandwidth(self.read_bytes_per_s)),
             ("copy, read + written", "copy_bytes_per_s", units.format_bandwidth(self.copy_bytes_per_s)),
             ("BW_w", "matvec_bytes_per_s", units.format_bandwidth(self.matvec_bytes_per_s)),
+            ("BW_w, several rows", "matvec_rows_bytes_per_s", units.format_bandwidth(self.matvec_rows_bytes_per_s)),
             ("BW_kv, MHA", "kv_read_bytes_per_s", units.format_bandwidth(self.kv_read_bytes_per_s)),
             ("BW_kv, GQA", "kv_read_grouped_bytes_per_s", units.format_bandwidth(self.kv_read_grouped_bytes_per_s)),
             ("peak", "gemm_flops_per_s", units.format_flop_rate(self.gemm_flops_per_s)),

@@ -1,13 +1,16 @@
-"""The KV cache. One tensor per layer, and reads touch only the valid slice.
+"""The KV cache, contiguous or in pages. One tensor per layer, and reads touch only the valid slice.
 
 The cache is an argument of every pass, never a module attribute. `length` (valid tokens) is never `max_len`
 (allocated slots), and it moves once per pass, in `Decoder.forward`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from decodelab.arithmetic.catalog import ModelConfig
+from decodelab.decoder.memory import huge_pages
 
 PAD_POSITION = 2**30
 """Position of a padding column: greater than any query's, so `key position <= query position` never shows it."""
@@ -21,6 +24,19 @@ class ContextError(ValueError):
     """A request needs more cache slots, or positions, than there are. Raised before any forward pass."""
 
 
+def token_bytes(keys: Sequence[Tensor]) -> int:
+    """K and V bytes of one token in one row, all layers, of a cache with these keys: (B or pages, K, slots, H) each."""
+    return 2 * len(keys) * keys[0].shape[1] * keys[0].shape[3] * keys[0].element_size()
+
+
+def require_shape(keys: Sequence[Tensor], rows: int, config: ModelConfig, batch: int, dtype: torch.dtype) -> None:
+    """Raises ContextError where a cache with these keys and rows is not of this model, batch and dtype."""
+    held = (len(keys), rows, keys[0].shape[1], keys[0].shape[3], keys[0].dtype)
+    if held != (asked := (config.n_layers, batch, config.n_kv_heads, config.head_dim, dtype)):
+        raise ContextError(f"this cache is of (layers, batch, KV heads, head size, dtype) {held} and the pass of {asked}; "
+                           "make it with model.new_cache(max_len=..., batch=...)")  # fmt: skip
+
+
 class KVCache:
     """Contiguous K and V of `batch` rows, `max_len` slots each: one (B, K, max_len, H) tensor per layer for K, one for V."""
 
@@ -29,12 +45,13 @@ class KVCache:
             raise ValueError(f"a cache of max_len {max_len} and batch {batch} holds nothing; both must be at least 1")
         shape = (batch, config.n_kv_heads, (max(2, -(-max_len // CHUNK)) + 1) * CHUNK, config.head_dim)
         with torch.inference_mode(False):  # the cache outlives a pass
-            self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
-            self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+            self.keys = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
+            self.values = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
         self.max_len, self.length = max_len, 0
         self.finite = 0  # slots before this one hold numbers: written, or made zero by `open`
         self.graphs: dict = {}  # CUDA graphs of the fast path, by the model's path and the slots they read
         self.positions: Tensor | None = None  # (B, max_len), only once a pass names its positions
+        self.table = None  # this cache has no pages
 
     @property
     def batch(self) -> int:
@@ -48,8 +65,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         """K and V bytes of one more token in one row, all layers."""
-        layer = self.keys[0]
-        return 2 * len(self.keys) * layer.shape[1] * layer.shape[3] * layer.element_size()
+        return token_bytes(self.keys)
 
     @property
     def allocated_bytes(self) -> int:
@@ -61,11 +77,7 @@ class KVCache:
 
     def require(self, config: ModelConfig, *, batch: int, new_tokens: int, dtype: torch.dtype) -> None:
         """Raises ContextError, before anything is written, where this is another model's or batch's cache, or is too short."""
-        keys = self.keys[0]
-        held = (len(self.keys), self.batch, keys.shape[1], keys.shape[3], keys.dtype)
-        if held != (asked := (config.n_layers, batch, config.n_kv_heads, config.head_dim, dtype)):
-            raise ContextError(f"this cache is of (layers, batch, KV heads, head size, dtype) {held} and the pass of {asked}; "
-                               "make it with model.new_cache(max_len=..., batch=...)")  # fmt: skip
+        require_shape(self.keys, self.batch, config, batch, dtype)
         if self.length + new_tokens > self.max_len:
             raise ContextError(f"{new_tokens} more tokens need {self.length + new_tokens} cache slots but the cache holds "
                                f"{self.max_len}. Make it with max_len={self.length + new_tokens}, or crop it.")  # fmt: skip
@@ -122,7 +134,7 @@ class KVCache:
     def copy(self) -> "KVCache":
         """An independent cache with the same content: continuing one leaves the other as it is."""
         twin = object.__new__(type(self))
-        twin.max_len, twin.finite, twin.graphs = self.max_len, self.finite, {}
+        twin.max_len, twin.finite, twin.graphs, twin.table = self.max_len, self.finite, {}, None
         with torch.inference_mode(False):  # as in the first one: compiled steps tell the two kinds of tensor apart
             twin.keys, twin.values = [k.clone() for k in self.keys], [v.clone() for v in self.values]
             twin.positions = None if self.positions is None else self.positions.clone()
@@ -136,3 +148,110 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor[:, :, :length].normal_(generator=generator)
         self.length, self.positions, self.finite = length, None, max(length, self.finite)
+
+
+class PagePool:
+    """K and V of many sequences in pages of `page_tokens` slots: one (pages, K, page_tokens, H) tensor per layer for K, one for V.
+
+    Who holds which page is the scheduler's business; a sequence is the list of its pages and a number of tokens.
+    """
+
+    def __init__(self, config: ModelConfig, *, pages: int, page_tokens: int = CHUNK, device: str | torch.device = "cpu",
+                 dtype: torch.dtype = torch.float32):  # fmt: skip
+        if pages < 1 or page_tokens < 1:
+            raise ValueError(f"a pool of {pages} pages of {page_tokens} tokens holds nothing; both must be at least 1")
+        shape = (pages, config.n_kv_heads, page_tokens, config.head_dim)
+        with torch.inference_mode(False):  # the pool outlives a pass
+            self.keys = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
+            self.values = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
+        self.pages, self.page_tokens = pages, page_tokens
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V bytes of one token, all layers."""
+        return token_bytes(self.keys)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.pages * self.page_tokens * self.bytes_per_token
+
+    def rows(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> "PagedRows":
+        """The cache of one pass over sequences with these pages, in order, and so many tokens in them."""
+        return PagedRows(self, tables, lengths)
+
+
+class PagedRows:
+    """Some sequences of a pool as the batch of one pass: the protocol of KVCache, for rows of unequal length.
+
+    Raises: ValueError for a page that is not in the pool, or a sequence without one.
+    """
+
+    def __init__(self, pool: PagePool, tables: Sequence[Sequence[int]], lengths: Sequence[int]):
+        if wrong := [table for table in tables if not table or not 0 <= min(table) <= max(table) < pool.pages]:
+            raise ValueError(f"a row has the pages {list(wrong[0])}; it needs at least one, each from 0 to {pool.pages - 1}")
+        self.keys, self.values, self.page_tokens, device = pool.keys, pool.values, pool.page_tokens, pool.keys[0].device
+        width = max(2, *map(len, tables))  # a compiled step takes any number of pages but one
+        self.tables = torch.tensor([[*table, *[table[0]] * (width - len(table))] for table in tables], device=device)
+        self.table = self.tables  # (B, n): of these, the pages that the next pass reads
+        self.room = [len(table) * pool.page_tokens for table in tables]
+        self.held, self.positions = list(lengths), torch.tensor(lengths, device=device)  # tokens in each row, (B,)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.held)
+
+    @property
+    def slots(self) -> int:
+        """Slots that a pass reads per row: all pages of the row that has most."""
+        return self.table.shape[1] * self.page_tokens
+
+    def read_bytes(self, new_tokens: int = 1) -> int:
+        """K and V bytes the next pass must read: each row's own tokens with the new ones."""
+        return sum(length + new_tokens for length in self.held) * token_bytes(self.keys)
+
+    def require(self, config: ModelConfig, *, batch: int, new_tokens: int, dtype: torch.dtype) -> None:
+        """As KVCache.require; a row shorter than the others may have less room than `new_tokens`, for padding is not stored."""
+        require_shape(self.keys, len(self.held), config, batch, dtype)
+        if max(room - length for room, length in zip(self.room, self.held, strict=True)) < new_tokens:
+            raise ContextError(
+                f"{new_tokens} more tokens find no room in pages for {max(self.room)} tokens that hold {self.length}; give the rows more pages"
+            )
+
+    def next_positions(self) -> Tensor:
+        """The position of each row's next token, (B,)."""
+        return self.positions
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Finds the slots of the columns about to be written, (B, T); returns the position of every slot read, (B, S).
+
+        Padding is not written. Pages that a row enters at their first slot are made zero: they may hold another's NaN.
+        """
+        self.real = positions < PAD_POSITION  # (B, T)
+        self.ends = torch.where(self.real, positions + 1, 0).amax(-1).maximum(self.positions)  # (B,)
+        short = [row for row, (end, room) in enumerate(zip(self.ends.tolist(), self.room, strict=True)) if end > room]
+        if short:
+            raise ContextError(f"row {short[0]} would hold {int(self.ends[short[0]])} tokens and its pages {self.room[short[0]]}; give it more pages")
+        used = -(-self.ends // self.page_tokens)[:, None]  # pages; where others have more, a row repeats its first: finite, its own, hidden
+        column = torch.where(self.real, positions, 0)
+        self.page, self.offset = self.tables.gather(1, column // self.page_tokens), column % self.page_tokens  # (B, T)
+        fresh = self.page[self.real & (self.offset == 0)]
+        if len(fresh):
+            for tensor in (*self.keys, *self.values):
+                tensor[fresh] = 0
+        pages = torch.arange(max(2, int(used.max())), device=positions.device)
+        self.table = torch.where(pages < used, self.tables[:, : len(pages)], self.tables[:, :1])
+        columns = torch.arange(self.slots, device=positions.device)
+        return torch.where(columns < self.ends[:, None], columns, PAD_POSITION)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k, v (B, K, T, H) into the rows' slots of `layer`; returns copies of all their pages in order, (B, K, S, H)."""
+        read = []
+        for pool, new in ((self.keys[layer], k), (self.values[layer], v)):
+            pool[self.page[self.real], :, self.offset[self.real]] = new.transpose(1, 2)[self.real]
+            read.append(pool[self.table].transpose(1, 2).flatten(2, 3))
+        return read[0], read[1]
+
+    def advance(self, new_tokens: int) -> None:
+        """Makes the appended tokens valid. Called once per pass."""
+        self.positions, self.held = self.ends, self.ends.tolist()

@@ -46,7 +46,7 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, cache: KVCache,
     Prompts of unequal length are padded on the right; padding is never visible. `chunk` splits the pass.
     Raises: ValueError for an empty prompt or an id outside the vocabulary, ContextError where they do not fit.
     """
-    prompts = _checked(model, prompts, chunk)
+    prompts = checked_prompts(model, prompts, chunk)
     width, even = max(map(len, prompts)), len({len(prompt) for prompt in prompts}) == 1 and cache.positions is None
     cache.require(model.config, batch=len(prompts), new_tokens=width, dtype=model.dtype)
     ids = torch.zeros((len(prompts), width), dtype=torch.long)
@@ -98,7 +98,7 @@ def generate(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: K
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if stop and detokenizer is None:
         raise ValueError("stop strings need detokenizer=tokenizer.stream(), to turn tokens into text")
-    (prompt,) = _checked(model, [prompt], chunk)
+    (prompt,) = checked_prompts(model, [prompt], chunk)
     held = cache.length if cache is not None else 0
     slots = held + len(prompt) + max(max_tokens, 1) - 1
     limit = min(cache.max_len if cache is not None else slots, model.config.max_context)
@@ -165,7 +165,7 @@ class StopStrings:
         return text
 
 
-def _checked(model: Decoder, prompts: Sequence[Sequence[int]], chunk: int | None) -> list[list[int]]:
+def checked_prompts(model: Decoder, prompts: Sequence[Sequence[int]], chunk: int | None) -> list[list[int]]:
     """The prompts as lists of ids. Raises: ValueError for what is no prompt, naming it."""
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk is {chunk!r}; it must be at least 1, or None for the whole prompt")

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decodelab.decoder.cache import CHUNK, KVCache
+from decodelab.decoder.cache import CHUNK, KVCache, PagedRows, PagePool
+from decodelab.decoder.memory import gather
 from decodelab.decoder.model import Block, Decoder, rotate
 
 PATHS = ("auto", "fast", "eager")
@@ -23,7 +24,11 @@ HIDDEN = -1e30  # added to the score of a key that must not be seen; finite, so 
 GROUPS = (3, 2, 1)  # layers compiled together: each call from Python costs about 35 us, each layer 3 s of compiling
 BUCKET = 512  # tokens by which the context of a CUDA graph grows: a graph reads a fixed length
 WARM_UP_TOKENS = 2048  # the compiler takes sizes seen first as typical, so it must not see a short cache
-OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast", "size_asserts": False}  # fused multiply-adds; 5 us a layer not spent on checks
+OPTIONS = {
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "size_asserts": False,
+    "assert_indirect_indexing": False,
+}  # fused multiply-adds; 5 us a layer not spent on checks
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 LIMITS = {"recompile_limit": 10_000, "accumulated_recompile_limit": 10_000}  # a process may load many shapes and dtypes
 
@@ -100,14 +105,16 @@ def compiled(function: Callable) -> Callable:
 class Shared(NamedTuple):
     """What the layers of one decode step share."""
 
-    bias: Tensor  # (B, n, CHUNK): 0, or HIDDEN for a key this row may not see; its size is what the step reads
-    slot: Tensor  # (1,) int64: the cache column of the new token
+    bias: Tensor  # (B, n, CHUNK or a page): 0, or HIDDEN for a key this row may not see; its size is what the step reads
+    slot: Tensor  # (1,) int64: the cache column of the new token; with pages (B,): its place in the page
+    page: Tensor | None  # (B,): the page of the new token; None in a contiguous cache
+    table: Tensor | None  # (B, n): each row's pages in order
     cos: Tensor | None  # (B, 1, H)
     sin: Tensor | None
 
 
 def blocks_step(x: Tensor, layers: tuple, shared: Shared, eps: float) -> Tensor:
-    """Some layers of a decode step, x (B, D) -> (B, D), each with its K and V (B, K, slots, H), into which it writes the new ones."""
+    """Some layers of a decode step, x (B, D) -> (B, D), each with its K and V (B or pages, K, slots, H), into which it writes the new ones."""
     for (attention, mlp), keys, values in layers:
         x = x + attention_step(x, attention, keys, values, shared, eps)
         x = x + mlp_step(x, mlp, eps)
@@ -117,16 +124,19 @@ def blocks_step(x: Tensor, layers: tuple, shared: Shared, eps: float) -> Tensor:
 def attention_step(x: Tensor, w: tuple, keys: Tensor, values: Tensor, shared: Shared, eps: float) -> Tensor:
     """Norm, Q K V, cache write, attention, output product."""
     before, q, k, v, q_norm, k_norm, out = w
-    batch, kv_heads, _, head_dim = keys.shape
+    batch, (_, kv_heads, _, head_dim) = len(x), keys.shape
     h = norm(x, before, eps)
     q, k, v = (product(h, part).view(batch, -1, head_dim) for part in (q, k, v))  # (B, N, H), (B, K, H) twice
     if q_norm is not None:
         q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
     if shared.cos is not None:
         q, k = rotate(q, shared), rotate(k, shared)
-    keys.index_copy_(2, shared.slot, k[:, :, None])
-    values.index_copy_(2, shared.slot, v[:, :, None])
-    mixed = attend_chunks(q.view(batch, kv_heads, -1, head_dim), keys, values, shared.bias)  # (B, K, G, H)
+    for part, new in ((keys, k), (values, v)):
+        if shared.table is None:
+            part.index_copy_(2, shared.slot, new[:, :, None])
+        else:
+            part.index_put_((shared.page, torch.arange(kv_heads, device=x.device)[:, None], shared.slot), new.transpose(0, 1))
+    mixed = attend_chunks(q.view(batch, kv_heads, -1, head_dim), keys, values, shared.bias, shared.table)  # (B, K, G, H)
     return product(mixed.to(x.dtype).view(batch, -1), out)
 
 
@@ -138,13 +148,15 @@ def mlp_step(x: Tensor, w: tuple, eps: float) -> Tensor:
     return product(inner, down)
 
 
-def attend_chunks(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+def attend_chunks(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, table: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(H)) v for one query per row, float32: q (B, K, G, H) -> (B, K, G, H), G = N/K.
 
     Reads K and V once, in chunks of CHUNK tokens that stay in the first-level cache while the G query heads of a group use
-    them; a chunk's sums are short, so that a processor runs several at a time.
+    them; a chunk's sums are short, so that a processor runs several at a time. A page is a chunk, found by the table: compiled,
+    nothing is copied.
     """
-    k, v = (part.unflatten(2, (-1, CHUNK))[:, :, : bias.shape[1]].float() for part in (keys, values))  # (B, K, n, CHUNK, H)
+    parts = [part.unflatten(2, (-1, CHUNK))[:, :, : bias.shape[1]] if table is None else part[table].transpose(1, 2) for part in (keys, values)]
+    k, v = (part.float() for part in parts)  # (B, K, n, CHUNK, H)
     q = q.float() * q.shape[-1] ** -0.5
     scores = (q[:, :, None, :, None] * k[:, :, :, None]).sum(-1) + bias[:, None, :, None]  # (B, K, n, G, CHUNK)
     p = torch.exp(scores - scores.amax((2, 4), keepdim=True))
@@ -179,10 +191,14 @@ class FastPath:
         self.compiled = set()  # (whether for several rows, for how many threads): torch compiles again where the threads change
 
     @torch.inference_mode()
-    def step(self, ids: Tensor, *, cache: KVCache, positions: Tensor | None = None) -> Tensor:
+    def step(self, ids: Tensor, *, cache: KVCache | PagedRows, positions: Tensor | None = None) -> Tensor:
         """Logits (B, V) of one more token for each row, ids (B,); writes its K and V, leaves the cache's length alone."""
-        if (len(ids) > 1, torch.get_num_threads()) not in self.compiled:
-            self.warm_up(rows=4 if len(ids) > 1 else 1)
+        kind = (len(ids) > 1, 0 if cache.table is None else cache.page_tokens, torch.get_num_threads())
+        if kind not in self.compiled:
+            self.warm_up(rows=4 if len(ids) > 1 else 1, page_tokens=kind[1])
+        if cache.table is not None:
+            key = cache.place(positions)
+            return self.run(ids, cache.offset[:, 0], cache, positions[:, 0], key)
         slots = cache.open(self.bucket)
         slot = torch.full((1,), cache.length, device=ids.device)
         if positions is not None:
@@ -193,49 +209,61 @@ class FastPath:
             cache.graphs[self, slots] = Graph(lambda ids, slot: self.run(ids, slot, cache, slot.expand(len(ids)), self.ticks[:slots]), ids, slot)
         return cache.graphs[self, slots](ids, slot)
 
-    def run(self, ids: Tensor, slot: Tensor, cache: KVCache, query: Tensor, key: Tensor, *, mark: bool = False) -> Tensor:
+    def run(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor, *, mark: bool = False) -> Tensor:
         """The step, with queries at positions (B,) and keys at (S,) or (B, S). Nothing in it waits for the device.
 
-        `mark` tells the compiler which sizes will change: the context, the slots, and the rows where there are several.
+        `mark` tells the compiler which sizes will change: the context, the slots or pages, and the rows where there are several.
         """
-        x, shared = self.inputs(ids, slot, query, key)
-        several = mark and len(ids) > 1
-        _mark(mark, (shared.bias, 1)), _mark(several, (shared.bias, 0), (x, 0), (shared.cos, 0), (shared.sin, 0))
-        for tensor in (*cache.keys, *cache.values) if mark else ():
-            _mark(mark, (tensor, 2)), _mark(several, (tensor, 0))
+        x, shared = self.inputs(ids, slot, cache, query, key)
+        if mark:
+            _mark(x, shared, cache)
         layers = tuple(zip(self.blocks, cache.keys, cache.values, strict=not mark))
         for first in range(0, len(layers), self.group):
             x = self.some(x, layers[first : first + self.group], shared, self.eps)
-        _mark(several, (x, 0))
+        if mark and len(ids) > 1:
+            torch._dynamo.mark_dynamic(x, 0)
         return self.last(x, self.norm, self.head, self.eps)
 
-    def inputs(self, ids: Tensor, slot: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Shared]:
+    def inputs(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor) -> tuple[Tensor, Shared]:
         """The embedded tokens (B, D), and what all layers share."""
-        model = self.model
-        seen = (torch.arange(key.shape[-1], device=ids.device) <= slot) & (key <= query[:, None])  # (B, S)
-        bias, cos, sin = torch.where(seen, 0.0, HIDDEN).unflatten(-1, (-1, CHUNK)), None, None  # (B, n, CHUNK)
+        model, paged = self.model, cache.table is not None
+        seen = key <= query[:, None]  # (B, S)
+        if not paged:
+            seen = seen & (torch.arange(key.shape[-1], device=ids.device) <= slot)
+        bias, cos, sin = torch.where(seen, 0.0, HIDDEN).unflatten(-1, (-1, cache.page_tokens if paged else CHUNK)), None, None  # (B, n, CHUNK)
         if model.inverse_wavelengths is not None:
             angles = (query[:, None] * model.inverse_wavelengths).repeat(1, 2)[:, None]  # (B, 1, H)
             cos, sin = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
         x = model.embed(ids) if model.positions is None else model.embed(ids) + model.positions(query.clamp(max=model.config.max_context - 1))
-        return x, Shared(bias, slot, cos, sin)
+        return x, Shared(bias, slot, cache.page[:, 0] if paged else None, cache.table, cos, sin)
 
     @torch.inference_mode()
-    def warm_up(self, *, rows: int) -> None:
-        """Compiles the step for one row or for several, on a cache of one group of layers."""
-        self.say(f"Compiling the decoder's block for {'several rows' if rows > 1 else 'one row'}: a second or two, up to ten the first time.")
-        model = self.model
-        cache = KVCache(replace(model.config, n_layers=self.group), max_len=2 * WARM_UP_TOKENS, batch=rows, device=model.device, dtype=model.dtype)
-        ids, slot = (torch.zeros(size, dtype=torch.long, device=model.device) for size in (rows, 1))
+    def warm_up(self, *, rows: int, page_tokens: int = 0) -> None:
+        """Compiles the step for one row or for several, contiguous or in pages, on a cache of one group of layers."""
+        kind = ("several rows" if rows > 1 else "one row") + (" in pages" if page_tokens else "")
+        self.say(f"Compiling the decoder's block for {kind}: a second or two, up to ten the first time.")
+        model, made = self.model, {"device": self.model.device, "dtype": self.model.dtype}
+        some, ids = replace(model.config, n_layers=self.group), torch.zeros(rows, dtype=torch.long, device=model.device)
         with torch._dynamo.config.patch(LIMITS):
-            self.run(ids, slot, cache, slot.expand(rows), self.ticks[:1].expand(WARM_UP_TOKENS), mark=True)
-        self.compiled.add((rows > 1, torch.get_num_threads()))
+            if page_tokens:
+                pool = PagePool(some, pages=2 * (pages := -(-WARM_UP_TOKENS // page_tokens)), page_tokens=page_tokens, **made)
+                cache = pool.rows([range(pages)] * rows, [pages * page_tokens - 1] * rows)
+                key = cache.place(query := cache.positions[:, None])
+                self.run(ids, cache.offset[:, 0], cache, query[:, 0], key, mark=True)
+            else:
+                cache, slot = KVCache(some, max_len=2 * WARM_UP_TOKENS, batch=rows, **made), torch.zeros(1, dtype=torch.long, device=model.device)
+                self.run(ids, slot, cache, slot.expand(rows), self.ticks[:1].expand(WARM_UP_TOKENS), mark=True)
+        self.compiled.add((rows > 1, page_tokens, torch.get_num_threads()))
 
 
-def _mark(wanted: bool, *dims: tuple[Tensor | None, int]) -> None:
-    """Tells the compiler that these dimensions will change."""
-    for tensor, dim in dims:
-        if wanted and tensor is not None:
+def _mark(x: Tensor, shared: Shared, cache: KVCache | PagedRows) -> None:
+    """Tells the compiler which sizes of a step's inputs will change: the context always, the rows where there are several."""
+    paged, kv = cache.table is not None, (*cache.keys, *cache.values)
+    change = [(shared.bias, 1), (shared.table, 1), *((tensor, 0 if paged else 2) for tensor in kv)]
+    if len(x) > 1:
+        change += [(tensor, 0) for tensor in (x, *shared, *kv) if tensor is not None and (paged or tensor is not shared.slot)]
+    for tensor, dim in change:
+        if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, dim)
 
 
@@ -289,6 +317,7 @@ def quantise(model: Decoder) -> None:
     dtype = model.dtype
     _replace(model, lambda linear: Matrix(int8(linear.weight)[0], linear.bias, int8(linear.weight)[1]))
     model.embed = Int8Embedding(*int8(model.embed.weight), dtype)
+    gather(model, device=model.device)
 
 
 def _replace(model: Decoder, make: Callable[[nn.Linear], nn.Module]) -> None:

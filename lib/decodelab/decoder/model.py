@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from decodelab.arithmetic.catalog import ModelConfig
 from decodelab.arithmetic.cost import kv_bytes_per_token
 from decodelab.arithmetic.units import format_capacity
-from decodelab.decoder.cache import PAD_POSITION, ContextError, KVCache
+from decodelab.decoder.cache import CHUNK, PAD_POSITION, ContextError, KVCache, PagedRows, PagePool
+from decodelab.decoder.memory import free_memory_bytes, gather
 
 
 class Pass(NamedTuple):
@@ -37,11 +38,10 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleList(Block(config, dtype=dtype) for _ in range(config.n_layers))
             self.norm = make_norm(config, dtype=dtype)
             self.head = nn.Linear(config.hidden, config.vocab_size, bias=False, dtype=dtype)
-        self.to_empty(device=device)
         if config.tied_embeddings:
             self.head.weight = self.embed.weight
+        gather(self, device=device)
         self.register_buffer("inverse_wavelengths", None if config.is_gpt2 else rotary_frequencies(config).to(device), persistent=False)
-        self.requires_grad_(False)
         self.fast = None  # kernels.FastPath, where `weights.load` or `weights.random` attached one
 
     @property
@@ -65,15 +65,22 @@ class Decoder(nn.Module):
 
     def new_cache(self, *, max_len: int, batch: int = 1) -> KVCache:
         """An empty cache of this model's shape, device and dtype. Raises: ContextError where it exceeds the free memory."""
-        from decodelab.decoder.weights import free_memory_bytes  # weights builds this class
-
-        needed = batch * max_len * kv_bytes_per_token(self.config, dtype_bytes=self.dtype.itemsize)
-        if needed > (free := free_memory_bytes(self.device)):
-            raise ContextError(f"a cache of {batch:,} x {max_len:,} tokens needs {format_capacity(needed)} and {format_capacity(free)} is free; "
-                               "ask for fewer tokens or sequences")  # fmt: skip
+        self._require_room(batch * max_len, f"a cache of {batch:,} x {max_len:,} tokens")
         return KVCache(self.config, max_len=max_len, batch=batch, device=self.device, dtype=self.dtype)
 
-    def forward(self, ids: Tensor, *, cache: KVCache, positions: Tensor | None = None, last: Tensor | None = None, every_row: bool = False) -> Tensor:
+    def new_pool(self, *, pages: int, page_tokens: int = CHUNK) -> PagePool:
+        """Pages for many sequences of this model. Raises: ContextError where they exceed the free memory."""
+        self._require_room(pages * page_tokens, f"a pool of {pages:,} pages of {page_tokens} tokens")
+        return PagePool(self.config, pages=pages, page_tokens=page_tokens, device=self.device, dtype=self.dtype)
+
+    def _require_room(self, tokens: int, what: str) -> None:
+        needed, free = tokens * kv_bytes_per_token(self.config, dtype_bytes=self.dtype.itemsize), free_memory_bytes(self.device)
+        if needed > free:
+            raise ContextError(f"{what} needs {format_capacity(needed)} and {format_capacity(free)} is free; ask for fewer tokens or sequences")
+
+    def forward(
+        self, ids: Tensor, *, cache: KVCache | PagedRows, positions: Tensor | None = None, last: Tensor | None = None, every_row: bool = False
+    ) -> Tensor:
         """Logits of `ids` (B, T) after the tokens already in `cache`; appends their K and V to it.
 
         Without `positions` (B, T) each row goes on after its last token; PAD_POSITION marks padding. The output matrix runs on
@@ -85,7 +92,8 @@ class Decoder(nn.Module):
         if positions is None and cache.positions is not None:
             positions = cache.next_positions()[:, None] + torch.arange(tokens, device=ids.device)
         self.require_positions(cache.length + tokens if positions is None else positions)
-        if self.fast is not None and tokens == 1:
+        padded = cache.table is not None and bool((positions == PAD_POSITION).any())  # padding has no page to be written to
+        if self.fast is not None and tokens == 1 and not padded:
             logits = self.fast.step(ids[:, 0], cache=cache, positions=positions)  # (B, V)
             cache.advance(1)
             return logits[:, None] if every_row else logits
@@ -100,7 +108,7 @@ class Decoder(nn.Module):
             x = x[:, -1] if last is None else x[torch.arange(len(x), device=x.device), last]  # (B, D)
         return self.head(self.norm(x)).float()  # (B, V) or (B, T, V)
 
-    def _shared(self, tokens: int, cache: KVCache, positions: Tensor | None) -> Pass:
+    def _shared(self, tokens: int, cache: KVCache | PagedRows, positions: Tensor | None) -> Pass:
         """The mask and rotary angles of this pass, made once for all layers."""
         if positions is None:  # columns are positions: T = 1 sees all, an empty cache is causal
             query = _columns(tokens, cache)  # (T,)
@@ -137,7 +145,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype)
 
-    def forward(self, x: Tensor, *, cache: KVCache, layer: int, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, *, cache: KVCache | PagedRows, layer: int, shared: Pass) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cache=cache, layer=layer, shared=shared)  # (B, T, D)
         return x + self.mlp(self.mlp_norm(x))  # (B, T, D)
 
@@ -155,7 +163,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.query_width, config.hidden, bias=config.is_gpt2 or config.attention_out_bias, dtype=dtype)
         self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None for _ in "qk")
 
-    def forward(self, x: Tensor, *, cache: KVCache, layer: int, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, *, cache: KVCache | PagedRows, layer: int, shared: Pass) -> Tensor:
         q, k, v = (self._heads(part(x)) for part in (self.q, self.k, self.v))  # (B, N, T, H), (B, K, T, H) twice
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)  # each head on its own

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from decodelab.arithmetic import catalog
 from decodelab.arithmetic.catalog import ModelConfig, RopeScaling
 from decodelab.arithmetic.units import format_capacity
 from decodelab.decoder import kernels
+from decodelab.decoder.memory import free_memory_bytes
 from decodelab.decoder.model import Decoder, rotary_frequencies
 
 LAB_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -132,17 +132,6 @@ def default_dtype(device: str | torch.device, *, capability: tuple[int, int] | N
     if major < 8:
         return torch.float16, f"float16: a card of compute capability {major}.{minor} has no bfloat16"
     return torch.bfloat16, f"bfloat16: half the bytes of float32, and compute capability {major}.{minor} has it"
-
-
-def free_memory_bytes(device: str | torch.device = "cpu") -> int:
-    """Bytes that can still be allocated: of the card, or of RAM within the container's limit."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    room = [psutil.virtual_memory().available]
-    with suppress(OSError, ValueError):  # cgroup 2; its limit may be the word "max"
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{part}").read_text()) for part in ("max", "current"))
-        room.append(max(0, limit - used))
-    return min(room)
 
 
 def _empty(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -28,13 +28,14 @@ from decodelab.arithmetic.records import Card, Machine, fit_line, home
 from decodelab.decoder.cache import CHUNK
 from decodelab.decoder.generate import decode_step
 from decodelab.decoder.kernels import Rows, attend_chunks, chosen_path, compiled, product
+from decodelab.decoder.memory import together
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import sample
 from decodelab.decoder.weights import check_device, check_dtype
 from decodelab.decoder.weights import random as random_decoder
 from decodelab.measuring.clock import interleaved
 
-CARD_BUDGET_S = 14.0
+CARD_BUDGET_S = 16.0
 ROUNDS = 400  # at most; the budget ends a measurement before that
 
 
@@ -179,7 +180,7 @@ def measure_card(dtype: str = "float32", *, device: str = "cpu", path: str = "au
                  say: Callable[[str], None] = lambda _: None) -> Card:  # fmt: skip
     """Measures every constant on random buffers larger than the last-level cache; medians, roofs the best of their reads."""
     began, machine, path = time.perf_counter(), describe(device), chosen_path(path, device=device, say=say)
-    share = budget(CARD_BUDGET_S if budget_s is None else budget_s) / 8
+    share = budget(CARD_BUDGET_S if budget_s is None else budget_s) / 9
     values: dict[str, float] = {}
 
     def note(name: str, value: float) -> float:
@@ -191,6 +192,7 @@ def measure_card(dtype: str = "float32", *, device: str = "cpu", path: str = "au
     note("read_bytes_per_s", read_bandwidth(device=device, budget_s=share))
     note("copy_bytes_per_s", copy_bandwidth(device=device, budget_s=share))
     matvec = note("matvec_bytes_per_s", matvec_bandwidth(dtype, **where, budget_s=share))
+    note("matvec_rows_bytes_per_s", matvec_bandwidth(dtype, **where, rows=8, budget_s=share))
     note("kv_read_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=1, budget_s=share))
     note("kv_read_grouped_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=3, budget_s=share))
     note("gemm_flops_per_s", gemm_rate(dtype, **where, budget_s=share))
@@ -208,15 +210,14 @@ def _cold_bytes(device: str) -> int:
 
 def read_bandwidth(*, device: str = "cpu", budget_s: float, size_bytes: int | None = None) -> float:
     """Read roof in bytes per second: a sum over 1 GB (caches help well past four times their size) or `size_bytes`; best run, as in STREAM."""
-    buffer = torch.randn(2**18, device=device).repeat(max(1, (size_bytes or 10**9) // 2**20))
+    buffer = _buffer(size_bytes or 10**9, device)
     seconds = interleaved([buffer.sum], rounds=ROUNDS, budget_s=budget_s, device=device)[0]
     return buffer.numel() * 4 / min(seconds)
 
 
 def copy_bandwidth(*, device: str = "cpu", budget_s: float) -> float:
     """Copy roof in bytes per second, counted as read + written, the best of its runs."""
-    source = torch.randn(2**18, device=device).repeat(500)
-    target = torch.empty_like(source)
+    source, target = _buffer(500 * 2**20, device), _buffer(500 * 2**20, device)
     seconds = interleaved([lambda: target.copy_(source)], rounds=ROUNDS, budget_s=budget_s, device=device)[0]
     return copy_traffic(source.numel() * 4) / min(seconds)
 
@@ -231,8 +232,8 @@ def copy_traffic(copied_bytes: int) -> int:
 
 
 @torch.inference_mode()
-def matvec_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", budget_s: float) -> float:
-    """BW_w in bytes per second: one row through cold matrices in a small decoder's proportions (attention, FFN, output).
+def matvec_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", rows: int = 1, budget_s: float) -> float:
+    """BW_w in bytes per second: one row, or several, through cold matrices in a small decoder's proportions (attention, FFN, output).
 
     On the fast path the products of a layer are compiled together, as a block's are. Width 832: no catalogue shape has it,
     and a CPU's product slows down as rows get shorter, so it must be of the lab's size.
@@ -241,12 +242,14 @@ def matvec_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", bu
     shapes = [(width, width)] * 4 + [(4 * width, width)] * 2 + [(width, 4 * width)]
     layers = max(2, math.ceil(_cold_bytes(device) / (16 * width * width * dtype_bytes(dtype))))
     groups = [[_matrix(shape, dtype, device) for shape in shapes] for _ in range(layers)] + [[_matrix((32 * width, width), dtype, device)]]
-    rows = {size: _random((1, size), dtype, device) for size in (width, 4 * width)}
+    block = iter(together([matrix.weight for group in groups for matrix in group], device=device))  # as a model's weights lie
+    groups = [[matrix._replace(weight=next(block)) for matrix in group] for group in groups]
+    inputs = {size: _random((rows, size), dtype, device) for size in (width, 4 * width)}
     multiply = _compiled(_products, path)
 
     def stream() -> None:
         for group in groups:
-            multiply([rows[matrix.weight.shape[1]] for matrix in group], group)
+            multiply([inputs[matrix.weight.shape[1]] for matrix in group], group)
 
     seconds = interleaved([stream], rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)[0]
     return sum(matrix.weight.nbytes for group in groups for matrix in group) / median(seconds)
@@ -270,7 +273,7 @@ def kv_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", querie
     heads, tokens, head_dim = (12 if queries_per_head == 1 else 3), 4096, 64
     shape, query = (1, heads, tokens + CHUNK, head_dim), _random((1, heads, queries_per_head, head_dim), dtype, device)
     layers = math.ceil(_cold_bytes(device) / (2 * heads * tokens * head_dim * query.itemsize))
-    caches = [(_random(shape, dtype, device), _random(shape, dtype, device)) for _ in range(layers)]
+    caches = [together([_random(shape, dtype, device), _random(shape, dtype, device)], device=device) for _ in range(layers)]
     bias = torch.zeros((1, tokens // CHUNK, CHUNK), device=device)
     chunks = _compiled(attend_chunks, path)
 
@@ -330,6 +333,11 @@ def _probe_step(probe: Decoder, *, batch: int = 1) -> Callable[[], None]:
         sample(decode_step(probe, tokens, cache=cache)).tolist()
 
     return step
+
+
+def _buffer(size_bytes: int, device: str) -> torch.Tensor:
+    """A float32 buffer of random numbers, in the kind of memory that models and caches lie in."""
+    return together([torch.randn(2**18).expand(max(1, size_bytes // 2**20), -1)], device=device)[0].view(-1)
 
 
 def _random(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
