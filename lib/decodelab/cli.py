@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 from decodelab.arithmetic import catalog, cost, engines, published, units
 from decodelab.arithmetic.catalog import Workload
 from decodelab.arithmetic.records import finite
+from decodelab.serving import endpoint, simulator
 
 EPILOG = "Every number is decimal: GB is 1e9 bytes. The formulas are in decodelab/arithmetic/cost.py; lesson 00 explains the words."
 
@@ -62,6 +64,19 @@ def parser() -> argparse.ArgumentParser:
     _measured(saturation, budget_s=20.0)
     validate = _command(commands, "validate", run_validate, "the cost model against published decode speeds, each row predicted with itself left out")
     validate.add_argument("--rows", metavar="FILE", help="a CSV with the columns of data/measured_decode.csv: fit on the shipped rows, predict these")
+    simulator.options(
+        _command(
+            commands,
+            "simulate",
+            partial(simulator.command, say=say),
+            "the scheduler on a virtual clock: many requests, many devices, priced by the formula",
+        )
+    )
+    endpoint.options(
+        _command(
+            commands, "serve-check", partial(endpoint.command, say=say), "load a running OpenAI-compatible server and measure what its users feel"
+        )
+    )
     return top
 
 

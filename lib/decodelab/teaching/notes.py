@@ -1,7 +1,10 @@
 """Boxes whose numbers come from a cell: a takeaway is text with figures that were computed or measured a line above."""
 
 import html
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from decodelab.arithmetic.records import html_table
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,20 @@ def takeaway(text: str) -> Note:
 def misleads(text: str) -> Note:
     """How the number above could mislead."""
     return Note("How this number could mislead", text)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header: a plain table in a notebook, aligned columns elsewhere."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def __repr__(self) -> str:
+        lines = [tuple(map(str, row)) for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.header, self.rows, caption=self.caption)

@@ -12,11 +12,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from decodelab.arithmetic import units
 from decodelab.arithmetic.cost import Constants, Growth, PassWork
+from decodelab.arithmetic.latency import RequestRecord
 from decodelab.arithmetic.planning import Turn
 from decodelab.arithmetic.records import Card, Run
 from decodelab.arithmetic.workload import LengthLaw
@@ -43,21 +45,27 @@ def axes(*, columns: int = 1, size: tuple[float, float] = SIZE) -> tuple[Figure,
 class Canvas:
     """A figure that a widget redraws: no pyplot, no layout search, so that a slider's picture is there at once."""
 
-    def __init__(self, *, size: tuple[float, float] = (7.6, 3.4), margins: tuple[float, float, float, float] = (0.2, 0.97, 0.17, 0.88)):
+    def __init__(
+        self, *, size: tuple[float, float] = (7.6, 3.4), margins: tuple[float, float, float, float] = (0.2, 0.97, 0.17, 0.88), panels: int = 1
+    ):
         use_style()
         self.figure = Figure(figsize=size)
-        self.ax = self.figure.add_subplot()
+        self.panels = [self.figure.add_subplot(panels, 1, number + 1) for number in range(panels)]
+        self.ax = self.panels[0]
         left, right, bottom, top = margins
-        self.figure.subplots_adjust(left=left, right=right, bottom=bottom, top=top)
+        self.figure.subplots_adjust(left=left, right=right, bottom=bottom, top=top, hspace=0.5)
 
     def clear(self) -> Axes:
-        """The axes, emptied."""
-        self.ax.clear()
+        """The first axes, all of them emptied."""
+        for panel in self.panels:
+            panel.clear()
         return self.ax
 
     def say(self, text: str) -> None:
         """A sentence in place of a picture that would mean nothing."""
-        self.clear().set_axis_off()
+        self.clear()
+        for panel in self.panels:
+            panel.set_axis_off()
         self.ax.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=11, transform=self.ax.transAxes)
 
     def png(self) -> bytes:
@@ -431,3 +439,34 @@ def ledger(table: Any, *, ax: Axes, title: str = "What each technique does to a 
     _plain_log(ax.xaxis)
     ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.3, -0.15), ncols=2)
     small_print(ax, table.caption)
+
+
+def rows_over_time(records: Sequence[RequestRecord]) -> list[tuple[int, float, float]]:
+    """(row, first token, end) of each request, in the order of their first tokens; each takes the first row that is free."""
+    free_from: list[float] = []
+    placed = []
+    for one in sorted((one for one in records if one.token_s), key=lambda one: one.token_s[0]):
+        row = next((row for row, until in enumerate(free_from) if until <= one.token_s[0]), len(free_from))
+        free_from[row : row + 1] = [one.end_s]
+        placed.append((row, one.token_s[0], one.end_s))
+    return placed
+
+
+def occupied(records: Sequence[RequestRecord], *, rows: int, ax: Axes, title: str) -> None:
+    """The batch over time: each request a bar in its row, from its first token to its end. White is a row that writes nothing."""
+    placed = rows_over_time(records)
+    bars = [[(start, row + 1), (end, row + 1)] for row, start, end in placed]
+    width = 0.8 * ax.get_position().height * ax.figure.get_figheight() * 72 / rows
+    ax.add_collection(LineCollection(bars, linewidths=width, colors=[(MEASURED, OTHER, "#ffa90e")[i % 3] for i in range(len(bars))], capstyle="butt"))
+    ax.set(title=title, xlabel="seconds", ylabel="row of the batch", xlim=(0, max(end for _, _, end in placed)), ylim=(rows + 0.6, 0.4))
+
+
+def curves(series: Sequence[tuple[str, str, Sequence[float], Sequence[float]]], *, ax: Axes, title: str, xlabel: str, ylabel: str,
+           limit: tuple[str, float] | None = None) -> None:  # fmt: skip
+    """Lines or dots of (label, style, xs, ys), each with its colour; a `limit` (label, y) is dashed."""
+    for (label, style, xs, ys), color in zip(series, (PREDICTED, MEASURED, OTHER, "#ffa90e", FLOOR, "#a96b59"), strict=False):
+        ax.plot(xs, ys, style, color=color, linewidth=2, label=label)
+    if limit:
+        ax.axhline(limit[1], linestyle="--", color=FLOOR, label=limit[0])
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    ax.legend(fontsize=9)

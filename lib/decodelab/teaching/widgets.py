@@ -6,6 +6,8 @@ Every explorer also prints its default numbers, so that a page without a kernel 
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import ipywidgets
 
@@ -261,3 +263,49 @@ def capacity_explorer(card: Card | None = None, *, model: str = "Llama-3.1-8B", 
                 ("weights", "format of the weights", FORMATS, "bfloat16"), ("kv", "format of K and V", KV_FORMATS, "bfloat16"),
                 ("context", "context, tokens in each cache", [2**power for power in range(7, 18)], 8192)]  # fmt: skip
     return Explorer(controls, answer, canvas)
+
+
+def serving_explorer(run: Callable[..., Any], *, kinds: Sequence[str], page_bytes: float, kind: str = "reasoning") -> Explorer:
+    """A full queue of one kind of work through one device: the batch and the cache over time, as `run` serves them.
+
+    `run(kind, static=, rows=, pool_bytes=)` gives a simulation: `summary`, `records`, `timeline`, `recomputed_tokens`. Each is run once.
+    """
+    canvas = plots.Canvas(size=(7.6, 5.0), margins=(0.1, 0.97, 0.1, 0.93), panels=2)
+    found = cache(run)
+
+    def answer(values: dict) -> str:
+        rows, pool = values["rows"], values["pool"]
+        done = found(values["kind"], static=values["batching"] == "static", rows=rows, pool_bytes=pool * 2**30)
+        told, answers = done.summary, sorted(one.output_tokens for one in done.records)
+        title = f"{values['kind']}, {values['batching']} batches of at most {rows}: {told.requests} requests"
+        plots.occupied(done.records, rows=rows, ax=canvas.clear(), title=title)
+        held = [moment.held_pages * page_bytes / 2**30 for moment in done.timeline]
+        plots.curves([("reserved", "-", [moment.t_s for moment in done.timeline], held)], ax=canvas.panels[1], title="K and V reserved",
+                     xlabel="seconds", ylabel="GiB", limit=("the pool", pool))  # fmt: skip
+        canvas.panels[1].set(xlim=canvas.ax.get_xlim(), ylim=(0, 1.3 * pool))
+        return (f"occupancy {told.occupancy:.1f} of {rows} · {told.decode_tokens_per_s:,.0f} tokens/s · ITL {told.itl}\n"
+                f"K and V {units.format_percent(told.kv_used_fraction, 2)} of {pool} GiB · {told.preemptions:,} preemptions, {done.recomputed_tokens:,} "
+                f"tokens computed again · answers of {answers[len(answers) // 2]:,} tokens in the median, {answers[-1]:,} at most")  # fmt: skip
+
+    controls = [("kind", "kind of work", kinds, kind), ("batching", "batching", ("static", "continuous"), "static"),
+                ("rows", "batch, sequences at most", (4, 8, 16, 32), 16), ("pool", "memory for K and V, GiB", (2, 4, 8, 16, 64), 64)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
+
+
+def pools_explorer(capacity: Callable[..., float], *, devices: int = 8, prompt: int = 100, output: int = 10_000) -> Explorer:
+    """Devices cut into a pool for prefill and one for decode, for a request of any shape; `capacity(prompt, output, prefill_devices)` is in requests/s."""
+    canvas = plots.Canvas(margins=(0.12, 0.97, 0.17, 0.9))
+    splits = range(1, devices)
+
+    def answer(values: dict) -> str:
+        prompt, output = values["prompt"], values["output"]
+        rates, together = [capacity(prompt, output, split) for split in splits], capacity(prompt, output, 0)
+        best = max(splits, key=lambda split: rates[split - 1])
+        plots.curves([("two pools", "o-", splits, rates)], ax=canvas.clear(), title=f"{prompt:,} tokens in, {output:,} out: {devices} devices",
+                     xlabel="devices that prefill", ylabel="requests per second", limit=("every device does both", together))  # fmt: skip
+        canvas.ax.set_ylim(0, 1.25 * max(*rates, together))
+        share = units.format_percent(rates[best - 1] / together)
+        return f"best split: {best} prefill, {devices - best} decode, {rates[best - 1]:.3g} requests/s, {share} of {together:.3g} with every device doing both"
+
+    tokens = ladder(10, 50_000)
+    return Explorer([("prompt", "prompt, tokens read", tokens, prompt), ("output", "output, tokens written", tokens, output)], answer, canvas)
