@@ -288,7 +288,7 @@ def floor_constants(hardware: Hardware, *, dtype: str = "bfloat16") -> Constants
     return Constants(weight_bytes_per_s=hardware.bandwidth_bytes_per_s, kv_bytes_per_s=hardware.bandwidth_bytes_per_s, flops_per_s=peak or inf)
 
 
-def _weights_s(config: ModelConfig, constants: Constants, *, tokens: int, logit_rows: int, dtype_bytes: float) -> float:
+def weights_time(config: ModelConfig, constants: Constants, *, tokens: int, logit_rows: int, dtype_bytes: float) -> float:
     """Seconds of the weight products of one pass: streaming or arithmetic, whichever is longer."""
     rate = constants.weight_rows_bytes_per_s if tokens > 1 and constants.weight_rows_bytes_per_s else constants.weight_bytes_per_s
     streaming = weight_bytes_per_step(config, dtype_bytes=dtype_bytes, batch=tokens) / rate
@@ -305,7 +305,7 @@ def step_time(config: ModelConfig, constants: Constants, *, context: int, batch:
     """
     if batch < 1 or context < 0:
         raise ValueError(f"batch is {batch} and context {context}; batch must be at least 1 and context at least 0")
-    weights = _weights_s(config, constants, tokens=batch, logit_rows=batch, dtype_bytes=weight_bytes_per_value)
+    weights = weights_time(config, constants, tokens=batch, logit_rows=batch, dtype_bytes=weight_bytes_per_value)
     reads = batch * kv_bytes(config, context=context, dtype_bytes=kv_bytes_per_value) / constants.kv_bytes_per_s
     scores = batch * attention_flops(config, new_tokens=1, context=context) / constants.flops_per_s
     return constants.overhead_s(config, batch=batch) + weights + max(reads, scores)
@@ -353,7 +353,7 @@ def prefill_time(config: ModelConfig, constants: Constants, workload: Workload, 
     Taught in: lessons/01.
     """
     prompt, batch, context = workload.prompt_tokens, workload.batch, workload.prompt_tokens + cached
-    weights = _weights_s(config, constants, tokens=batch * prompt, logit_rows=batch, dtype_bytes=workload.weight_bytes_per_value)
+    weights = weights_time(config, constants, tokens=batch * prompt, logit_rows=batch, dtype_bytes=workload.weight_bytes_per_value)
     moved = batch * kv_bytes(config, context=context, dtype_bytes=workload.kv_bytes_per_value) / constants.kv_bytes_per_s
     scores = batch * attention_flops(config, new_tokens=prompt, context=context) / constants.flops_per_s
     return constants.overhead_s(config, batch=batch) + weights + max(moved, scores)

@@ -21,6 +21,8 @@ QUANTITIES: dict[str, Callable[[float], str]] = {
     "passes": lambda value: units.significant(value, 3),  # dependent passes per token
     "capacity": units.format_capacity,  # bytes that must fit in memory
     "first": units.format_seconds,  # prefill, or the first step
+    "gap": units.format_seconds,  # the longest wait between two tokens of one stream
+    "token": units.format_seconds,  # of the machine, per token that any sequence wrote
 }
 MARGIN = 0.1
 

@@ -96,7 +96,7 @@ class Target:
 async def due(schedule: Sequence[Arrival], *, now: Callable[[], float], sleep: Callable = asyncio.sleep) -> AsyncIterator[tuple[int, Arrival]]:
     """(number, arrival) when its time has come. Deadlines are absolute, so that a clock that wakes late is late once, not ever more."""
     for number, arrival in enumerate(schedule):
-        while (left := arrival.at_s - now()) > 0:
+        while (left := arrival.at_s - now()) > 1e-6:
             await sleep(left)
         yield number, arrival
 

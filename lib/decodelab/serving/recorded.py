@@ -28,6 +28,10 @@ class ServedRun:
         """The server's own mean of the same, sum / count over the run; None where it has no such metric."""
         return self.values["server"].get(quantity, {}).get("mean")
 
+    def token_s(self, request: int = 0) -> list[float]:
+        """When each event of one request came, in seconds from the start of the run. Raises: KeyError where the run was kept without."""
+        return self.values["requests"][request]["token_s"]
+
     def rows(self) -> list[tuple[str, ...]]:
         """(name, median, 99th percentile, mean, samples, the server's mean) of each latency that was measured."""
         found = [(name, self.values["summary"][key], self.server_s(key)) for name, key in SHOWN.items() if self.values["summary"].get(key)]

@@ -106,7 +106,8 @@ class CheckResult:
         gaps = [(at_s, *gap) for answer in self.done for at_s, gap in zip(answer.record.token_s[1:], answer.gaps, strict=True)]
         middle = (min(gaps)[0] + max(gaps)[0]) / 2 if gaps else 0
         parts = [[(gap, tokens) for at_s, gap, tokens in gaps if (at_s > middle) == late] for late in (False, True)]
-        return tuple(sum(gap for gap, _ in part) / sum(tokens for _, tokens in part) for part in parts) if all(parts) else None
+        means = tuple(sum(gap for gap, _ in part) / sum(tokens for _, tokens in part) for part in parts if part)
+        return means if len(means) == 2 and min(means) > 0 else None
 
     def agreement(self) -> dict[str, dict]:
         """Mean TTFT, from the sending, and mean ITL of this client beside the server's own sum / count, where it has them."""
@@ -244,7 +245,7 @@ def must_move(result: CheckResult, config: catalog.ModelConfig, *, read_bytes_pe
 
     An event of several steps makes the time longer, so the utilisation is never overstated. Taught in: lessons/09.
     """
-    if not result.chunks:
+    if not result.chunks or not result.chunks.mean_s:
         return None
     batch, done = max(1, round(result.summary.occupancy or 1)), [answer.record for answer in result.done]
     context = round(sum(record.prompt_tokens + record.output_tokens / 2 for record in done) / len(done))

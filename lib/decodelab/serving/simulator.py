@@ -23,15 +23,15 @@ from decodelab.serving.scheduler import Chunk, Limits, Plan, Policy, Request, Re
 STRETCH = 64  # steps priced at once, at most: the pages held are noted once a stretch
 SAMPLES = 500  # moments of a timeline
 KEPT_TOKENS = 200_000  # of a run that writes more, a request's record keeps the times of its first and last token only
-Sample = namedtuple("Sample", "t_s running waiting held_pages")  # noqa: PYI024
+Sample = namedtuple("Sample", "t_s running waiting held_pages")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
     """Seconds of a pass: overhead and weights once, plus the attention of each sequence.
 
-    `fused`: chunks and decodes are one pass, as in vLLM; else two, one after the other, as in our engine. The output matrix
-    runs on each sequence's last row. Padding rows read the tokens they hold.
+    `fused`: all of a plan is one pass, as in vLLM; else each chunk is one and all decodes are one, as in our engine. The output
+    matrix runs on each sequence's last row. Padding rows read the tokens they hold.
     """
 
     config: ModelConfig
@@ -42,14 +42,14 @@ class Price:
 
     def __call__(self, plan: Plan) -> float:
         """Seconds of what `plan` asks for."""
-        contexts = [request.tokens for request in (*plan.decode, *plan.padding)]
-        if self.fused or not contexts or not plan.prefill:
+        contexts = [*(request.tokens for request in plan.decode), *(request.cached for request in plan.padding)]
+        if self.fused:
             return self._pass_s(contexts, plan.prefill)
-        return self._pass_s(contexts, ()) + self._pass_s([], plan.prefill)
+        return sum(self._pass_s([], [chunk]) for chunk in plan.prefill) + (self._pass_s(contexts, []) if contexts else 0)
 
     def _pass_s(self, contexts: list[int], chunks: Sequence[Chunk]) -> float:
         tokens, sequences = len(contexts) + sum(chunk.tokens for chunk in chunks), len(contexts) + len(chunks)
-        weights_s = cost._weights_s(self.config, self.constants, tokens=tokens, logit_rows=sequences, dtype_bytes=self.weight_bytes_per_value)
+        weights_s = cost.weights_time(self.config, self.constants, tokens=tokens, logit_rows=sequences, dtype_bytes=self.weight_bytes_per_value)
         decodes_s = self._attention_s(1, 1) / self._visible([1]) * self._visible(contexts)
         chunks_s = sum(self._attention_s(chunk.tokens, chunk.start + chunk.tokens) for chunk in chunks)
         return self.constants.overhead_s(self.config, batch=sequences) + weights_s + decodes_s + chunks_s
@@ -67,8 +67,8 @@ class Price:
     def steps_s(self, contexts: list[int], padding: list[int], *, steps: int) -> np.ndarray:
         """Seconds of each of `steps` decode passes in which `contexts` grow by a token each; fewer where one outgrows a window."""
         steps = min([steps, *(self.config.window - context for context in contexts if context < self.config.window)])
-        first_s, growing = self._pass_s([*contexts, *padding], ()), [context + 1 for context in contexts]
-        return first_s + (self._pass_s([*growing, *padding], ()) - first_s) * np.arange(steps)
+        first_s, growing = self._pass_s([*contexts, *padding], []), [context + 1 for context in contexts]
+        return first_s + (self._pass_s([*growing, *padding], []) - first_s) * np.arange(steps)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -149,7 +149,7 @@ class Replica:
     def _begin(self) -> None:
         scheduler, self.plan = self.scheduler, None
         if steps := min(scheduler.quiet_steps(), STRETCH):
-            contexts, padding = ([request.tokens for request in rows] for rows in (scheduler.running, scheduler.padding))
+            contexts, padding = [request.tokens for request in scheduler.running], [request.cached for request in scheduler.padding]
             self.ends_s = self.now_s + self.price.steps_s(contexts, padding, steps=steps).cumsum()
         else:
             self.plan = scheduler.plan()
@@ -288,9 +288,11 @@ def _outcome(served: list[Served], replicas: list[Replica], *, prefill: Sequence
             alone += [gaps_s[at - 1]] if at else []
             if stop > start:
                 alone += [] if first is None else [gaps_s[at]]
-                sharing[replica][[start, stop - 1]] += (1, -1) if stop - start > 1 else 0
+                sharing[replica][start] += 1
+                sharing[replica][stop - 1] -= 1
             at += stop - start + (first is not None)
-        good += bool(slo and len(token_s) and token_s[0] - one.arrival.at_s <= slo.ttft_s and _share_within(gaps_s, slo.itl_p99_s))
+        in_time = slo and not one.error and len(token_s) and token_s[0] - one.arrival.at_s <= slo.ttft_s
+        good += bool(in_time and (gaps_s <= slo.itl_p99_s).sum() >= -(-len(gaps_s) * 99 // 100))  # `latency.within`
         records.append(one.record(token_s if keep else token_s[:: max(1, len(token_s) - 1)]))
     gaps_s = np.concatenate([alone, *(np.diff(replica.decode_s) for replica in replicas)])
     counts = np.concatenate([np.ones(len(alone), dtype=int), *(changes.cumsum()[: max(0, len(changes) - 2)] for changes in sharing.values())])
@@ -303,11 +305,6 @@ def _outcome(served: list[Served], replicas: list[Replica], *, prefill: Sequence
                       records=tuple(records), timeline=timeline, good=good if slo else None,
                       recomputed_tokens=sum(one.prefilled - one.arrival.prompt_tokens for one in served if one.prefilled),
                       busy_fraction=tuple(replica.busy_s / span_s for replica in (*prefill, *replicas)))  # fmt: skip
-
-
-def _share_within(gaps_s: np.ndarray, itl_p99_s: float) -> bool:
-    """Whether the 99th percentile of the gaps, as `percentiles` takes it, is within the promise."""
-    return bool((gaps_s <= itl_p99_s).sum() >= -(-len(gaps_s) * 99 // 100))
 
 
 def _timeline(replicas: Sequence[Replica], *, begin_s: float, end_s: float) -> tuple[tuple[Sample, ...], float]:
@@ -345,7 +342,7 @@ def largest_batch(config: ModelConfig, memory_bytes: float, *, context: float, *
 
 def capacity_requests_per_s(config: ModelConfig, constants: Constants, *, arrivals: Sequence[Arrival], batch: int, devices: int = 1,
                             prefill_devices: int = 0, **formats: float) -> float:  # fmt: skip
-    """Requests/s at `batch` sequences a device. A request costs the prefill of a mean prompt and its share of a mean number of steps.
+    """Requests/s at `batch` sequences a device: each costs the prefill of a mean prompt and its share of a mean number of steps.
 
     `prefill_devices` of the devices only prefill; then the slower pool decides.
     """
