@@ -18,7 +18,7 @@ from tiny import LLAMA, decoder, ids
 
 HERE = Machine(processor="test", threads=2, torch="0", device="cpu", system="test", memory_bytes=8 * 10**9, last_level_cache_bytes=1000, load=None)
 CARD = Card(machine=HERE, dtype="float32", path="eager", read_bytes_per_s=40e9, copy_bytes_per_s=40e9, matvec_bytes_per_s=20e9,
-            matvec_rows_bytes_per_s=20e9, kv_read_bytes_per_s=25e9, kv_read_grouped_bytes_per_s=15e9, gemm_flops_per_s=100e9, step_overhead_s=1e-4, layer_overhead_s=1e-4,
+            matvec_rows_bytes_per_s=20e9, kv_read_bytes_per_s=25e9, kv_read_grouped_bytes_per_s=15e9, gemm_flops_per_s=100e9, step_overhead_s=1e-4, layer_overhead_s=1e-4, layer_overhead_rows_s=1e-4,
             per_row_s=1e-5, measured_at="2026-01-01T00:00:00+00:00", seconds=1.0)  # fmt: skip
 
 

@@ -267,3 +267,11 @@ def test_several_rows_have_their_own_rate_where_the_machine_has_one():
     assert cost.step_time(config, one, context=0, batch=2) == pytest.approx(read / 4e9)
     work = Workload(prompt_tokens=2, output_tokens=1)
     assert cost.prefill_time(config, two, work) == pytest.approx(read / 1e9, rel=1e-3)
+
+
+def test_several_rows_have_their_own_overhead_where_the_machine_has_one():
+    config, one = model("gpt2"), Constants(weight_bytes_per_s=1e12, kv_bytes_per_s=1e12, step_overhead_s=1e-3, layer_overhead_s=1e-4, per_row_s=1e-5)
+    two = replace(one, layer_overhead_rows_s=3e-4)
+    assert two.overhead_s(config) == one.overhead_s(config) == pytest.approx(1e-3 + 12e-4 + 1e-5)
+    assert one.overhead_s(config, batch=4) == pytest.approx(1e-3 + 12e-4 + 4e-5)
+    assert two.overhead_s(config, batch=4) == pytest.approx(1e-3 + 36e-4 + 4e-5)

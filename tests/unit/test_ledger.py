@@ -28,7 +28,7 @@ def card(path: str = "eager") -> Card:
     """A card with made-up rates, so that no test waits for one; its cache is small, so that the shapes are."""
     here = dataclasses.replace(machine.describe(), last_level_cache_bytes=2**21)
     rates = {"read_bytes_per_s": 30e9, "copy_bytes_per_s": 30e9, "matvec_bytes_per_s": 15e9, "matvec_rows_bytes_per_s": 15e9, "kv_read_bytes_per_s": 12e9,
-             "kv_read_grouped_bytes_per_s": 11e9, "gemm_flops_per_s": 1e11, "step_overhead_s": 1e-3, "layer_overhead_s": 1e-4, "per_row_s": 1e-5}  # fmt: skip
+             "kv_read_grouped_bytes_per_s": 11e9, "gemm_flops_per_s": 1e11, "step_overhead_s": 1e-3, "layer_overhead_s": 1e-4, "layer_overhead_rows_s": 1e-4, "per_row_s": 1e-5}  # fmt: skip
     return Card(machine=here, dtype="float32", path=path, measured_at="", seconds=0, **rates)
 
 

@@ -276,10 +276,12 @@ class Constants:
     layer_overhead_s: float = 0.0
     per_row_s: float = 0.0
     weight_rows_bytes_per_s: float | None = None  # BW_w of a pass over several tokens, where it is another one
+    layer_overhead_rows_s: float | None = None  # and its overhead per layer
 
     def overhead_s(self, config: ModelConfig, *, batch: int = 1) -> float:
         """c0 + c1 * batch in seconds for this model."""
-        return self.step_overhead_s + config.n_layers * self.layer_overhead_s + batch * self.per_row_s
+        layer_s = self.layer_overhead_rows_s if batch > 1 and self.layer_overhead_rows_s is not None else self.layer_overhead_s
+        return self.step_overhead_s + config.n_layers * layer_s + batch * self.per_row_s
 
 
 def floor_constants(hardware: Hardware, *, dtype: str = "bfloat16") -> Constants:

@@ -50,6 +50,7 @@ class Card:
     gemm_flops_per_s: float  # peak
     step_overhead_s: float  # c0 = step_overhead_s + n_layers * layer_overhead_s
     layer_overhead_s: float
+    layer_overhead_rows_s: float  # in place of layer_overhead_s where a step has several rows
     per_row_s: float  # c1
     measured_at: str
     seconds: float  # how long the measurement took
@@ -65,7 +66,8 @@ class Card:
         grouped = config.n_heads > config.n_kv_heads
         kv_bytes_per_s = self.kv_read_grouped_bytes_per_s if grouped else self.kv_read_bytes_per_s
         return Constants(weight_bytes_per_s=self.matvec_bytes_per_s, weight_rows_bytes_per_s=self.matvec_rows_bytes_per_s,
-                         kv_bytes_per_s=kv_bytes_per_s, flops_per_s=self.gemm_flops_per_s, step_overhead_s=self.step_overhead_s, layer_overhead_s=self.layer_overhead_s, per_row_s=self.per_row_s)  # fmt: skip
+                         kv_bytes_per_s=kv_bytes_per_s, flops_per_s=self.gemm_flops_per_s, step_overhead_s=self.step_overhead_s, layer_overhead_s=self.layer_overhead_s,
+                         layer_overhead_rows_s=self.layer_overhead_rows_s, per_row_s=self.per_row_s)  # fmt: skip
 
     def floor(self) -> Constants:
         """The floor: every byte at the read bandwidth, every FLOP at the GEMM rate, no overhead."""
@@ -87,6 +89,7 @@ class Card:
             ("peak", "gemm_flops_per_s", units.format_flop_rate(self.gemm_flops_per_s)),
             ("c0, fixed part", "step_overhead_s", units.format_seconds(self.step_overhead_s)),
             ("c0, per layer", "layer_overhead_s", units.format_seconds(self.layer_overhead_s)),
+            ("c0, per layer, several", "layer_overhead_rows_s", units.format_seconds(self.layer_overhead_rows_s)),
             ("c1, per row", "per_row_s", units.format_seconds(self.per_row_s)),
         ]
 

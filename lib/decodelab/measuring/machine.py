@@ -192,12 +192,12 @@ def measure_card(dtype: str = "float32", *, device: str = "cpu", path: str = "au
     note("read_bytes_per_s", read_bandwidth(device=device, budget_s=share))
     note("copy_bytes_per_s", copy_bandwidth(device=device, budget_s=share))
     matvec = note("matvec_bytes_per_s", matvec_bandwidth(dtype, **where, budget_s=share))
-    note("matvec_rows_bytes_per_s", matvec_bandwidth(dtype, **where, rows=8, budget_s=share))
+    rows = note("matvec_rows_bytes_per_s", matvec_bandwidth(dtype, **where, rows=8, budget_s=share))
     note("kv_read_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=1, budget_s=share))
     note("kv_read_grouped_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=3, budget_s=share))
     note("gemm_flops_per_s", gemm_rate(dtype, **where, budget_s=share))
-    step_s, layer_s, row_s = overheads(dtype, **where, matvec_bytes_per_s=matvec, budget_s=2 * share)
-    for name, value in (("step_overhead_s", step_s), ("layer_overhead_s", layer_s), ("per_row_s", row_s)):
+    found = overheads(dtype, **where, matvec_bytes_per_s=matvec, matvec_rows_bytes_per_s=rows, budget_s=2 * share)
+    for name, value in zip(("step_overhead_s", "layer_overhead_s", "layer_overhead_rows_s", "per_row_s"), found, strict=True):
         note(name, value)
     return Card(machine=machine, dtype=dtype, path=path, measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 seconds=time.perf_counter() - began, **values)  # fmt: skip
@@ -305,21 +305,24 @@ def probe_config(*, hidden: int, n_layers: int, vocab_size: int = 1024, max_cont
                        n_kv_heads=heads, head_dim=hidden // heads, vocab_size=vocab_size, max_context=max_context, attention="MHA")  # fmt: skip
 
 
-def overheads(dtype: str, *, device: str = "cpu", path: str = "eager", matvec_bytes_per_s: float, budget_s: float) -> tuple[float, float, float]:
-    """(fixed, per layer, per row) seconds of a step beyond streaming its weights at BW_w.
+def overheads(dtype: str, *, device: str = "cpu", path: str = "eager", matvec_bytes_per_s: float, matvec_rows_bytes_per_s: float,
+              budget_s: float) -> tuple[float, float, float, float]:  # fmt: skip
+    """(fixed, per layer, per layer of a step of several rows, per row) seconds of a step beyond streaming its weights at BW_w.
 
-    Probe decoders of two depths give a line in the depth; a batch of eight on a narrow one gives the row.
+    Probe decoders of two depths give a line in the depth, with one row and with eight; rows on a narrow one give the row.
     """
     size = dtype_bytes(dtype)
     layer_bytes = weight_bytes_per_step(probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=size)
     shallow = min(48, max(4, math.ceil(1.5 * (last_level_cache_bytes(device) or 32 * 2**20) / layer_bytes)))
     configs = [probe_config(hidden=512, n_layers=shallow), probe_config(hidden=512, n_layers=3 * shallow), probe_config(hidden=64, n_layers=8)]
     probes = [random_decoder(config, seed=7, device=device, dtype=dtype, path=path, say=lambda _: None) for config in configs]
-    steps = [_probe_step(probes[0]), _probe_step(probes[1]), _probe_step(probes[2]), _probe_step(probes[2], batch=8)]
+    steps = [_probe_step(probes[probe], batch=batch) for probe, batch in ((0, 1), (1, 1), (0, 8), (1, 8), (2, 2), (2, 16))]
     taken = [median(seconds) for seconds in interleaved(steps, rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)]
-    beyond = [taken[i] - weight_bytes_per_step(configs[i], dtype_bytes=size) / matvec_bytes_per_s for i in (0, 1)]
-    line = fit_line([config.n_layers for config in configs[:2]], beyond)
-    return max(0.0, line.intercept), max(0.0, line.slope), max(0.0, (taken[3] - taken[2]) / 7)
+    read = [weight_bytes_per_step(config, dtype_bytes=size) for config in configs[:2]]
+    depths, row_s = [config.n_layers for config in configs[:2]], max(0.0, (taken[5] - taken[4]) / 14)
+    one = fit_line(depths, [seconds - part / matvec_bytes_per_s for seconds, part in zip(taken[:2], read, strict=True)])
+    several = fit_line(depths, [seconds - part / matvec_rows_bytes_per_s for seconds, part in zip(taken[2:4], read, strict=True)])
+    return max(0.0, one.intercept), max(0.0, one.slope), max(0.0, several.slope), row_s
 
 
 def _probe_step(probe: Decoder, *, batch: int = 1) -> Callable[[], None]:
