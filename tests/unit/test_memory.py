@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from decodelab.decoder.memory import HUGE, LINE, huge_pages, together
 from decodelab.decoder.model import Decoder
 
