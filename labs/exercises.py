@@ -12,7 +12,10 @@ from dataclasses import fields, replace
 from decodelab.arithmetic import catalog, cost, planning
 from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.cost import Constants
-from decodelab.arithmetic.records import Card
+from decodelab.arithmetic.latency import RequestRecord, percentiles, summarise_requests
+from decodelab.arithmetic.records import Card, utilisation
+from decodelab.arithmetic.workload import Arrival
+from decodelab.serving import scheduler, simulator
 from decodelab.teaching.exercises import Case, Exercise, Mistake
 
 
@@ -64,6 +67,44 @@ def expanded_kv_bytes(config: ModelConfig, *, context: int, dtype_bytes: float) 
     return (1 + 2 * config.n_heads // config.n_kv_heads) * cost.kv_bytes(config, context=context, dtype_bytes=dtype_bytes)
 
 
+def admitted(queue: Sequence[tuple[int, int]], *, free_pages: int, page_tokens: int, reserve: scheduler.Reserve) -> int:
+    """How many requests from the head of the queue start now, each (tokens so far, tokens it may still write). Nobody overtakes."""
+    for started, (tokens, left) in enumerate(queue):
+        if not scheduler.admits(free_pages=free_pages, tokens=tokens, max_tokens_left=left, page_tokens=page_tokens, reserve=reserve):
+            return started
+        slots = tokens if reserve == "prompt" else scheduler.slots_needed(prompt_tokens=tokens, max_tokens=left)
+        free_pages -= scheduler.pages_for(slots, page_tokens=page_tokens)
+    return len(queue)
+
+
+def unused_bytes(contexts: Sequence[int], *, page_tokens: int, token_bytes: int) -> int:
+    """Bytes of K and V that are reserved and hold no token, for sequences of these contexts."""
+    return sum(scheduler.pages_for(held, page_tokens=page_tokens) * page_tokens - held for held in contexts) * token_bytes
+
+
+def static_occupancy(outputs: Sequence[int], *, batch: int) -> float:
+    """Sequences that write a token in a mean decode step, when batches of `batch` are served one after the other, each to its last token."""
+    batches = [[output - 1 for output in outputs[start : start + batch]] for start in range(0, len(outputs), batch)]
+    return sum(map(sum, batches)) / sum(map(max, batches))
+
+
+def tpot_s(token_s: Sequence[float], *, output_tokens: int) -> float:
+    """Time per output token of one answer from the times of its events, which may bring several tokens each."""
+    record = RequestRecord(id="", scheduled_s=0.0, sent_s=0.0, prompt_tokens=1, asked_tokens=output_tokens, output_tokens=output_tokens, token_s=tuple(token_s))
+    return record.tpot_s
+
+
+def felt_ttft_s(records: Sequence[RequestRecord]) -> float:
+    """Mean time to first token of the completed requests, as their users felt it: from the schedule."""
+    return summarise_requests(records).ttft.mean_s
+
+
+def roof_share(config: ModelConfig, *, tokens_per_s: float, batch: int, context: int, bandwidth_bytes_per_s: float) -> float:
+    """The share of a memory's bandwidth that a rate of decoded tokens needs; weights and cache in 16 bits. Above 1: impossible."""
+    moved = cost.weight_bytes_per_step(config, batch=batch) + batch * cost.kv_bytes(config, context=context)
+    return utilisation(moved, batch / tokens_per_s, bandwidth_bytes_per_s)[0]
+
+
 def _random_shape(rng: random.Random) -> ModelConfig:
     """A decoder with grouped heads whose head_dim is seldom hidden / n_heads; its name tells the shape."""
     layers, hidden, head_dim = rng.randint(2, 40), 64 * rng.randint(4, 64), rng.choice((32, 64, 96, 128))
@@ -87,12 +128,12 @@ def _random_card(rng: random.Random) -> Card:
 
 
 def _cases(rows: Sequence[tuple], names: Sequence[str] = ()) -> list[Case]:
-    """One case a row: leading objects are positional, the rest are the values of the keywords `names`."""
+    """One case a row: leading objects are positional, the rest are the values of the keywords `names`. Models and counts are told in its label."""
     cases = []
     for row in rows:
         split = len(row) - len(names)
         keywords = dict(zip(names, row[split:], strict=True))
-        told = [part.name for part in row[:split] if isinstance(part, ModelConfig)]
+        told = [getattr(part, "name", str(part)) for part in row[:split] if isinstance(part, ModelConfig | int | tuple)]
         cases.append(Case(", ".join([*told, *(f"{key}={value}" for key, value in keywords.items())]), row[:split], keywords))
     return cases
 
@@ -158,6 +199,101 @@ def _pass_cases() -> list[Case]:
         context = rng.randint(2, 8192)
         rows.append((_random_shape(rng), rng.choice((1, context)), context, rng.choice((1, 4, 16)), rng.choice((4, 2, 1))))
     return _cases(rows, ("new_tokens", "context", "batch", "dtype_bytes"))
+
+
+def _queue_cases() -> list[Case]:
+    """Queues that a large request blocks, that fill the pool to its last page, that fit whole; then random ones."""
+    rng = random.Random(41)
+    rows = [(((17, 4), (16, 8)), 3, 16, "prompt"), (((100, 900), (5, 5)), 6, 16, "prompt"), (((100, 900), (5, 5)), 63, 16, "full"),
+            (((16, 17), (16, 17), (1, 1)), 4, 16, "full"), (((8, 8),), 0, 16, "prompt"), (((8, 8),), 1, 16, "full")]  # fmt: skip
+    for number in range(10):
+        queue = tuple((rng.randint(1, 400), rng.randint(1, 800)) for _ in range(8))
+        rows.append((queue, rng.randint(30, 160), rng.choice((8, 16)), ("prompt", "full")[number % 2]))
+    return _cases(rows, ("free_pages", "page_tokens", "reserve"))
+
+
+def _token_cases(seed: int, most: int, each: int, **choices: Sequence) -> Callable[[], list[Case]]:
+    """Twelve tuples of `each` counts from 2 to `most`, with one value drawn for every keyword."""
+
+    def draw() -> list[Case]:
+        rng = random.Random(seed)
+        counts = [tuple(rng.randint(2, most) for _ in range(each)) for _ in range(12)]
+        return _cases([(one, *map(rng.choice, choices.values())) for one in counts], tuple(choices))
+
+    return draw
+
+
+def _arrival_cases() -> list[Case]:
+    """Short answers beside long ones, with short and long prompts."""
+    rng = random.Random(46)
+    drawn = [[(rng.choice((10, 100, 1000)), rng.choice((20, 200, 2000))) for _ in range(4)] for _ in range(12)]
+    arrivals = [[Arrival(at_s=0.0, prompt_tokens=read, output_tokens=written) for read, written in one] for one in drawn]
+    return [Case(f"(in, out): {told}", (each,)) for told, each in zip(drawn, arrivals, strict=True)]
+
+
+def _event_cases() -> list[Case]:
+    """Streams with one token an event, with several, and of one long pause."""
+    rng = random.Random(47)
+    rows = [((0.05, 0.09, 0.13, 0.17), 4), ((0.05, 0.25), 6), ((0.4, 0.41, 0.42, 1.42), 4)]
+    for _ in range(9):
+        events = rng.randint(2, 8)
+        times = sorted(round(rng.uniform(0.02, 3), 3) for _ in range(events))
+        rows.append((tuple(times), events * rng.choice((1, 2, 5))))
+    return _cases(rows, ["output_tokens"])
+
+
+def _record_cases() -> list[Case]:
+    """Runs of an open loop: requests sent late, answers after hidden reasoning, one that failed and one that was cut in each."""
+    rng, cases = random.Random(48), []
+    for number in range(12):
+        records = []
+        for one in range(6):
+            scheduled = round(0.2 * one, 3)
+            sent = round(scheduled + rng.choice((0, 0.5, 2.0)), 3)
+            first = round(sent + rng.uniform(0.02, 0.4), 3)
+            times = tuple(round(first + 0.03 * step, 3) for step in range(rng.randint(3, 9)))
+            finish = ("length", "stop", "error", "cancelled", "length", "stop")[one]
+            records.append(RequestRecord(id=str(one), scheduled_s=scheduled, sent_s=sent, prompt_tokens=20, asked_tokens=9, output_tokens=len(times),
+                                         token_s=times, first_answer_s=times[2] if one % 2 else None, end_s=times[-1] + 0.01, finish=finish))  # fmt: skip
+        cases.append(Case(f"run {number} of 6 requests", (records,)))
+    return cases
+
+
+def _steps_weighted(held: Callable[[int, int], float], weight: Callable[[int], float] = lambda output: output - 1) -> Callable:
+    """A mean context of other parts: what a request of `read` and `written` tokens holds, and what it weighs."""
+    return lambda arrivals: sum(weight(one.output_tokens) * held(one.prompt_tokens, one.output_tokens) for one in arrivals) / sum(
+        weight(one.output_tokens) for one in arrivals)  # fmt: skip
+
+
+def _started(need: Callable[[int, int, str, int], float], *, gives: bool = True, overtakes: bool = False, last: bool = True) -> Callable:
+    """Requests admitted by another rule: what one needs of `free`, whether it is taken away, who may pass, whether the last page may go."""
+
+    def count(queue, *, free_pages, page_tokens, reserve):
+        started, free = 0, free_pages
+        for tokens, left in queue:
+            asked = need(tokens, left, reserve, page_tokens)
+            if asked <= free if last else asked < free:
+                started, free = started + 1, free - gives * asked
+            elif not overtakes:
+                break
+        return started
+
+    return count
+
+
+def _pages_needed(tokens: int, left: int, reserve: str, page_tokens: int) -> int:
+    return scheduler.pages_for(tokens if reserve == "prompt" else tokens + left - 1, page_tokens=page_tokens)
+
+
+def _mean_over(value: Callable, *, every: bool = False) -> Callable:
+    """The mean of `value` over the completed records, or over every one that has a token."""
+    return lambda records: sum(map(value, kept := [one for one in records if every or one.complete])) / len(kept)
+
+
+def _share(passes: Callable[[float, int], float], moved: Callable[[float, float, int], float]) -> Callable:
+    """A share of the roof from other parts: passes a second of (rate, batch), bytes of (weights, KV of one sequence, batch)."""
+    return lambda m, *, tokens_per_s, batch, context, bandwidth_bytes_per_s: passes(tokens_per_s, batch) * moved(
+        cost.weight_bytes_per_step(m, batch=batch), cost.kv_bytes(m, context=context), batch) / bandwidth_bytes_per_s  # fmt: skip
 
 
 def _terms(config, constants, *, context=0, batch, weight_bytes_per_value=2, kv_bytes_per_value=2):
@@ -416,6 +552,96 @@ _ALL = (
         ("what is copied has to be read first", lambda m, **k: 2 * m.n_heads / m.n_kv_heads * cost.kv_bytes(m, **k)),
         ("a KV head is copied for the query heads of its group: n_heads / n_kv_heads", lambda m, **k: (1 + 2 * m.n_heads) * cost.kv_bytes(m, **k)),
         ("every layer copies its own K and V", lambda m, **k: expanded_kv_bytes(m, **k) / m.n_layers), behind=cost.kv_bytes),
+    _exercise(scheduler.pages_for, (4, 1, 3), lambda: _cases([(tokens, size) for size in (1, 4, 16) for tokens in (0, 1, 15, 16, 17)], ["page_tokens"]),
+        "Write `pages_for(tokens, *, page_tokens)`: how many pages of `page_tokens` slots hold `tokens` tokens of one sequence.",
+        ("a page that is used in part is held whole: round up", lambda tokens, *, page_tokens: tokens // page_tokens),
+        ("a full last page needs no empty one behind it", lambda tokens, *, page_tokens: tokens // page_tokens + 1),
+        ("a page is given whole or not at all", lambda tokens, *, page_tokens: tokens / page_tokens),
+        ("no token, no page", lambda tokens, *, page_tokens: max(1, scheduler.pages_for(tokens, page_tokens=page_tokens))),
+        ("those are slots; a page has page_tokens of them", lambda tokens, *, page_tokens: scheduler.pages_for(tokens, page_tokens=page_tokens) * page_tokens)),
+    _exercise(scheduler.slots_needed, (5, 2, 3), lambda: _cases([(read, written) for read in (1, 12, 1000) for written in (0, 1, 4, 10_000)],
+                                                                ["prompt_tokens", "max_tokens"]),
+        "Write `slots_needed(*, prompt_tokens, max_tokens)`: the cache slots that a request needs from its first token to its last. Which token is "
+        "written and never read? A request that may write 0 tokens still reads its prompt.",
+        ("no step follows the last token: its K and V are never written", lambda *, prompt_tokens, max_tokens: prompt_tokens + max_tokens),
+        ("with max_tokens 0 the prompt still needs all its slots", lambda *, prompt_tokens, max_tokens: prompt_tokens + max_tokens - 1),
+        ("what it writes goes into the cache too", lambda *, prompt_tokens, max_tokens: prompt_tokens),
+        ("the prompt stays in the cache to the end", lambda *, prompt_tokens, max_tokens: max(max_tokens, 1) - 1),
+        ("prompt and output lie behind each other: add them", lambda *, prompt_tokens, max_tokens: max(prompt_tokens, max_tokens))),
+    _exercise(unused_bytes, (6, 2, 3), _token_cases(44, 4000, 5, page_tokens=(16, 256, 4096), token_bytes=(36_864, 131_072)),
+        "Write `unused_bytes(contexts, *, page_tokens, token_bytes)`: the bytes of K and V that are reserved and hold no token, for sequences of these "
+        "contexts in pages of `page_tokens`. A page of as many tokens as a request may ever have is a contiguous cache.",
+        ("that is what is reserved; take off what is used", lambda contexts, *, page_tokens, token_bytes: sum(
+            scheduler.pages_for(held, page_tokens=page_tokens) for held in contexts) * page_tokens * token_bytes),
+        ("sequences do not share a page: round up for each of them", lambda contexts, *, page_tokens, token_bytes: (
+            scheduler.pages_for(sum(contexts), page_tokens=page_tokens) * page_tokens - sum(contexts)) * token_bytes),
+        ("half a page is the average; count what these sequences leave", lambda contexts, *, page_tokens, token_bytes: len(contexts) * page_tokens / 2 * token_bytes),
+        ("those are slots; each is token_bytes", lambda contexts, *, page_tokens, token_bytes: unused_bytes(contexts, page_tokens=page_tokens, token_bytes=1)),
+        ("that is the used part of each last page", lambda contexts, *, page_tokens, token_bytes: sum(held % page_tokens for held in contexts) * token_bytes),
+        behind=scheduler.pages_for),
+    _exercise(admitted, (12, 3, 3), _queue_cases,
+        "Write `admitted(queue, *, free_pages, page_tokens, reserve)`: how many requests, from the head of the queue on, start now. Each is a pair: the "
+        "tokens it has, all of which need pages before it starts, and the tokens it may still write. With `reserve=\"prompt\"` only the first count; with "
+        "`reserve=\"full\"` every slot that it may need. The queue is served in order.",
+        ("nobody overtakes: a large request that is passed by small ones may wait for ever", _started(_pages_needed, overtakes=True)),
+        ("what one request was given is not free for the next", _started(_pages_needed, gives=False)),
+        ("pages are not shared: the rest of one request's last page is of no use to another",
+            lambda queue, **k: _started(lambda tokens, left, reserve, size: tokens if reserve == "prompt" else tokens + left - 1)(
+                queue, **{**k, "free_pages": k["free_pages"] * k["page_tokens"]})),
+        ("reserve=\"full\" wants pages for what it may still write too", lambda queue, **k: admitted(queue, **{**k, "reserve": "prompt"})),
+        ("reserve=\"prompt\" wants no page for what it has not written", lambda queue, **k: admitted(queue, **{**k, "reserve": "full"})),
+        ("the last token it writes needs no slot", _started(lambda tokens, left, reserve, size: _pages_needed(tokens, left + 1, reserve, size))),
+        ("the last free page may be given away", _started(_pages_needed, last=False)), behind=scheduler.admits),
+    _exercise(static_occupancy, (8, 2, 3), _token_cases(45, 900, 24, batch=(2, 4, 8, 12)),
+        "Write `static_occupancy(outputs, *, batch)`: how many sequences write a token in a mean decode step, when requests of these output lengths are "
+        "served in static batches: the first `batch` of them, all to the end of the longest, then the next. The first token of each comes from prefill.",
+        ("batches last unequally long: add up tokens and steps before you divide", lambda outputs, *, batch: sum(
+            static_occupancy(outputs[i : i + batch], batch=batch) for i in range(0, len(outputs), batch)) * batch / len(outputs)),
+        ("the first token comes from prefill: output - 1 steps", lambda outputs, *, batch: static_occupancy([output + 1 for output in outputs], batch=batch)),
+        ("a batch lasts until its own longest ends, not the longest of all", lambda outputs, *, batch: batch * sum(
+            output - 1 for output in outputs) / len(outputs) / (max(outputs) - 1)),
+        ("that is the share of the batch; times `batch` it is sequences", lambda outputs, *, batch: static_occupancy(outputs, batch=batch) / batch),
+        ("the queue is served as it comes, not sorted by length", lambda outputs, *, batch: static_occupancy(sorted(outputs), batch=batch)),
+        ("an ended row is computed on and writes nothing", lambda outputs, *, batch: batch)),
+    _exercise(simulator.mean_context, (8, 3, 3), _arrival_cases,
+        "Write `mean_context(arrivals)`: the tokens in the cache of a sequence, in the mean over all decode steps of all requests. A request has "
+        "`prompt_tokens` and `output_tokens`; its first step reads prompt + 1 tokens and its last, the (output - 1)th, prompt + output - 1.",
+        ("a long answer is in the batch for longer: its steps count, not its request", _steps_weighted(lambda read, written: read + written / 2, lambda _: 1)),
+        ("that is its length at the end; a sequence grows to it", _steps_weighted(lambda read, written: read + written - 1)),
+        ("the prompt is read by each step", _steps_weighted(lambda read, written: written / 2)),
+        ("what it has written is read by each step too", _steps_weighted(lambda read, written: read)),
+        ("the steps are output - 1: the first token comes from prefill", _steps_weighted(
+            lambda read, written: read + (written + 1) / 2, lambda output: output))),
+    _exercise(tpot_s, (6, 2, 3), _event_cases,
+        "Write `tpot_s(token_s, *, output_tokens)`: the time per output token of one answer, in seconds. `token_s` are the times at which events with "
+        "text arrived, one or several tokens each; `output_tokens` is the server's count, at least 2.",
+        ("an event may bring several tokens: count tokens, not events", lambda token_s, *, output_tokens: (token_s[-1] - token_s[0]) / (len(token_s) - 1)),
+        ("between n tokens there are n - 1 times", lambda token_s, *, output_tokens: (token_s[-1] - token_s[0]) / output_tokens),
+        ("the first token is prefill's: the time before it is TTFT", lambda token_s, *, output_tokens: token_s[-1] / (output_tokens - 1)),
+        ("with TTFT inside and n below the line it is the mean of the whole request, not of decode", lambda token_s, *, output_tokens: token_s[-1] / output_tokens),
+        ("that is tokens per second", lambda token_s, *, output_tokens: (output_tokens - 1) / (token_s[-1] - token_s[0])), behind=RequestRecord.tpot_s.fget),
+    _exercise(felt_ttft_s, (7, 2, 3), _record_cases,
+        "Write `felt_ttft_s(records)`: the mean time to first token of the completed requests, in seconds, as their users felt it. Each record has "
+        "`scheduled_s`, when the workload wanted it sent, `sent_s`, when the client sent it, `token_s`, when its tokens came, and `complete`.",
+        ("a client that waits before it sends has queued the user: count from the schedule", _mean_over(lambda one: one.token_s[0] - one.sent_s)),
+        ("the first token ends the wait, not the last", _mean_over(lambda one: one.token_s[-1] - one.scheduled_s)),
+        ("hidden reasoning is tokens too; the first answer token is another word: time to first answer",
+            _mean_over(lambda one: (one.first_answer_s or one.token_s[0]) - one.scheduled_s)),
+        ("a request that failed or was cancelled has no latency", _mean_over(lambda one: one.token_s[0] - one.scheduled_s, every=True)),
+        ("the mean, not the median", lambda records: percentiles([one.ttft_s for one in records if one.complete]).p50_s), behind=summarise_requests),
+    _exercise(roof_share, (9, 3, 3), _drawn(49, ("gpt2", "smollm2-135m", "llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-70b"), tokens_per_s=(20, 150, 3000),
+                                            batch=(1, 2, 8, 64), context=(500, 8000), bandwidth_bytes_per_s=(120e9, 3.35e12)),
+        "Write `roof_share(config, *, tokens_per_s, batch, context, bandwidth_bytes_per_s)`: the share of the memory's bandwidth that a decode rate needs "
+        "when `batch` sequences with `context` tokens each in their caches write `tokens_per_s` together. Weights and cache are in 16 bits. "
+        "`cost.weight_bytes_per_step(config, batch=batch)` and `cost.kv_bytes(config, context=context)` count the bytes; above 1 the rate is impossible.",
+        ("a pass writes one token for each sequence: tokens_per_s / batch passes a second", _share(lambda rate, n: rate, lambda W, K, n: W + n * K)),
+        ("K and V are read too", _share(lambda rate, n: rate / n, lambda W, K, n: W)),
+        ("each sequence reads its own K and V", _share(lambda rate, n: rate / n, lambda W, K, n: W + K)),
+        ("one pass reads the weights once for the whole batch", _share(lambda rate, n: rate / n, lambda W, K, n: n * (W + K))),
+        ("upside down: bytes a second over the bandwidth", lambda m, **k: 1 / roof_share(m, **k)),
+        ("a pass does not read what is stored, but what it uses: the embedding is looked up, and only the experts in use are read", lambda m, *, batch, **k: roof_share(
+            m, batch=batch, **k) + (2 * cost.parameters(m) - cost.weight_bytes_per_step(m, batch=batch)) * k["tokens_per_s"] / batch / k["bandwidth_bytes_per_s"]),
+        behind=utilisation),
 )
 # fmt: on
 

@@ -147,13 +147,13 @@ def test_the_cases_of_step_time_are_bound_by_each_term_in_turn():
 
 
 def test_the_list_is_read_on_first_use_and_needs_no_torch():
-    """What a browser edition could load: of the library, arithmetic and teaching alone."""
+    """What a browser edition could load: of the library, arithmetic, serving (its scheduler) and teaching alone."""
     ask = """import sys
 from decodelab.teaching import exercises
 print(exercises.load.cache_info().currsize, len(exercises.load()), exercises.load.cache_info().currsize)
 print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("decodelab.")}), "torch" in sys.modules)"""
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
-    assert said.stdout.splitlines() == [f"0 {len(EXERCISES)} 1", "['arithmetic', 'teaching'] False"], said.stderr
+    assert said.stdout.splitlines() == [f"0 {len(EXERCISES)} 1", "['arithmetic', 'serving', 'teaching'] False"], said.stderr
 
 
 @ALL

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,8 +117,9 @@ def acknowledge(answer: "httpx.Response") -> None:
 class Client:
     """One server: its model, the fields it takes, requests to it, and its metrics."""
 
-    def __init__(self, target: Target, *, http: "httpx.AsyncClient", chat: bool, timeout_s: float, clock: Callable[[], float]) -> None:
-        self.target, self.http, self.chat, self.timeout_s, self.clock = target, http, chat, timeout_s, clock
+    def __init__(self, target: Target, *, connect: Callable, chat: bool, timeout_s: float, clock: Callable[[], float]) -> None:
+        self.target, self.connect, self.chat, self.timeout_s, self.clock = target, connect, chat, timeout_s, clock
+        self.idle: list[httpx.AsyncClient] = []
         self.model = ""
         self.refused: set[str] = set()
         self.added_tokens = 0  # that the server puts to a prompt of that many words: template, start token
@@ -127,6 +128,20 @@ class Client:
         if not (self._key.isascii() and self._key.isprintable()):
             raise ValueError(f"{KEY} holds a character that no key has; set it again")
         self.headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+
+    @asynccontextmanager
+    async def _line(self) -> "AsyncIterator[httpx.AsyncClient]":
+        """A connection, used before or new. Each is a pool of its own: one for all would look through it at every request."""
+        http = self.idle.pop() if self.idle else self.connect()
+        try:
+            yield http
+        finally:
+            self.idle.append(http)
+
+    async def aclose(self) -> None:
+        """Ends every connection."""
+        for http in self.idle:
+            await http.aclose()
 
     def now(self) -> float:
         """Seconds since the start of the run."""
@@ -177,7 +192,8 @@ class Client:
         if name:
             return
         with self._faults():
-            answer = await self.http.get("/v1/models", headers=self.headers)
+            async with self._line() as http:
+                answer = await http.get("/v1/models", headers=self.headers)
             await self._check(answer)
         try:
             names = [str(entry["id"]) for entry in answer.json()["data"]]
@@ -215,20 +231,27 @@ class Client:
         self.added_tokens = stream.usage.get("prompt_tokens", arrival.prompt_tokens) - arrival.prompt_tokens
 
     async def request(self, number: int, body: bytes, asked: Arrival, *, scheduled_s: float | None = None) -> Answer:
-        """One answer, read to its end; what goes wrong is in its record. A closed loop schedules when it sends."""
-        stream, sent_s, error = Stream(), self.now(), ""
+        """One answer, read to its end; what goes wrong is in its record. In a closed loop it is due now."""
+        stream, due_s, error = Stream(), self.now(), ""
+        stream.sent_s = due_s
         try:
             await self._read(body, stream)
         except ServerFault as fault:
             error = str(fault)
-        return stream.answer(id=str(number), scheduled_s=sent_s if scheduled_s is None else scheduled_s, sent_s=sent_s,
+        return stream.answer(id=str(number), scheduled_s=due_s if scheduled_s is None else scheduled_s,
                              prompt_tokens=asked.prompt_tokens, asked_tokens=asked.output_tokens, error=error)  # fmt: skip
 
     async def _read(self, body: bytes, stream: Stream) -> None:
         """Posts and feeds the stream until the server ends it; one that ends its answer but not the connection has a second for it."""
         path, headers = "/v1/chat/completions" if self.chat else "/v1/completions", {"content-type": "application/json", **self.headers}
+
+        async def trace(moment: str, _: dict) -> None:
+            if moment.endswith("send_request_headers.started"):  # connected, and nothing of it is on its way yet
+                stream.sent_s = self.now()
+
+        post = {"method": "POST", "url": path, "content": body, "headers": headers, "extensions": {"trace": trace}}
         with self._faults(), suppress(TimeoutError):
-            async with asyncio.timeout(None) as limit, self.http.stream("POST", path, content=body, headers=headers) as answer:
+            async with asyncio.timeout(None) as limit, self._line() as http, http.stream(**post) as answer:
                 await self._check(answer)
                 if not (kind := answer.headers.get("content-type", "")).startswith("text/event-stream"):
                     raise StreamFault(f"answers {kind or 'without a content type'} in place of text/event-stream: it does not stream here")
@@ -246,7 +269,8 @@ class Client:
         import httpx
 
         with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
-            answer = await self.http.get(url or "/metrics", timeout=5)
+            async with self._line() as http:
+                answer = await http.get(url or "/metrics", timeout=5)
             return read_metrics(answer.text) if answer.status_code == 200 else {}
         return {}
 
@@ -279,16 +303,15 @@ async def play(client: Client, load: Load, *, progress: Callable[[int], None] = 
 # --- running it ---------------------------------------------------------------------------------------------------
 
 
-def connect(target: Target, *, timeout_s: float, transport: "httpx.AsyncBaseTransport | None" = None) -> "httpx.AsyncClient":
-    """As many connections as requests are in flight; proxies of the environment only for other machines. Raises: ValueError."""
+def connecting(target: Target, *, timeout_s: float, transport: "httpx.AsyncBaseTransport | None" = None) -> "Callable[[], httpx.AsyncClient]":
+    """What opens a connection: past the proxies of the environment on loopback, through them elsewhere. Raises: ValueError."""
     try:
         import httpx
-
-        return httpx.AsyncClient(base_url=target.root, timeout=httpx.Timeout(timeout_s, pool=None), trust_env=not target.local, transport=transport,
-                                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0),
-                                 headers={"accept-encoding": "identity"})  # fmt: skip
     except ImportError as missing:
-        raise ValueError(f"{missing}: install the library with its extra, decodelab[lab], or what the proxy of the environment needs") from None
+        raise ValueError(f"{missing}: install the library with its extra, decodelab[lab]") from None
+    settings = {"base_url": target.root, "timeout": httpx.Timeout(timeout_s, pool=None), "trust_env": not target.local, "transport": transport,
+                "verify": httpx.create_ssl_context(), "limits": httpx.Limits(keepalive_expiry=1.0), "headers": {"accept-encoding": "identity"}}  # fmt: skip
+    return lambda: httpx.AsyncClient(**settings)
 
 
 async def measure(target: Target, load: Load, *, model: str | None = None, timeout_s: float = 60.0, metrics: str | None = None,
@@ -296,8 +319,8 @@ async def measure(target: Target, load: Load, *, model: str | None = None, timeo
                   transport: "httpx.AsyncBaseTransport | None" = None) -> CheckResult:  # fmt: skip
     """Warms the server up, loads it and collects what both sides saw. Raises: ServerFault where nothing could be measured."""
     warm_up = load.warm_up
-    async with connect(target, timeout_s=timeout_s, transport=transport) as http:
-        client = Client(target, http=http, chat=load.chat, timeout_s=timeout_s, clock=clock)
+    connect = connecting(target, timeout_s=timeout_s, transport=transport)
+    async with aclosing(Client(target, connect=connect, chat=load.chat, timeout_s=timeout_s, clock=clock)) as client:
         await client.choose_model(model)
         say(f"warm-up: {len(warm_up)} requests of {warm_up[0].prompt_tokens} tokens in, {warm_up[0].output_tokens} out")
         await client.settle(warm_up[0])

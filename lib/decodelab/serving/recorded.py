@@ -45,11 +45,10 @@ class ServedRun:
         return html_table(("", "p50", "p99", "mean", "n", "server's mean"), self.rows(), caption=self.label)
 
 
-def kept(file: str, name: str | None = None) -> ServedRun:
-    """A run of data/runs/, the one of that name where the file has several. Raises: FileNotFoundError, KeyError."""
-    values = json.loads((catalog.data_dir() / "runs" / file).read_text(encoding="utf-8"))
-    values = values if name is None else values[name]
-    return ServedRun(values, f"RECORDED {values['measured_at'][:10]}, not measured now: {values['note']}")
+def kept(file: str, number: int = 0) -> ServedRun:
+    """One run of a file in data/runs/. Raises: FileNotFoundError, IndexError."""
+    values = json.loads((catalog.data_dir() / "runs" / file).read_text(encoding="utf-8"))["runs"][number]
+    return ServedRun(values, f"RECORDED {values['measured_at'][:10]}, not measured now: {values['note']}; {values['arguments']}")
 
 
 def at_hand(url: str = "", *, otherwise: ServedRun, say: Callable[[str], None] = print, **load) -> ServedRun:  # noqa: ANN003

@@ -211,15 +211,13 @@ def _lengths(result: CheckResult) -> Iterator[str]:
 
 def _times(result: CheckResult) -> Iterator[str]:
     """Each latency: p50, p99, mean, how many, and the server's own mean where it counts from the same moment."""
-    summary, opened = result.summary, result.load.open_loop
+    summary = result.summary
     reasoned = any(answer.record.first_answer_s is not None or not answer.record.answered for answer in result.done)
-    rows = [("time to first token", summary.ttft, "" if opened else "ttft"),
-            ("  from the sending", result.from_sending("ttft_s") if opened else None, "ttft"),
+    rows = [("time to first token", summary.ttft, ""), ("  from the sending", result.from_sending("ttft_s"), "ttft"),
             ("time to first answer", summary.answer if reasoned else None, ""), ("inter-token latency", summary.itl, "itl"),
             ("inter-chunk latency", result.chunks if result.chunks != summary.itl else None, ""), ("time per output token", summary.tpot, "tpot"),
-            ("whole request", summary.total, "" if opened else "total"),
-            ("  from the sending", result.from_sending("total_s") if opened else None, "total"),
-            ("client's own queue", summary.queue if opened else None, "")]  # fmt: skip
+            ("whole request", summary.total, ""), ("  from the sending", result.from_sending("total_s"), "total"),
+            ("client's own queue", summary.queue, "")]  # fmt: skip
     yield f"{'':<24}" + "".join(f"{head:>12}" for head in ("p50", "p99", "mean", "n", "server mean"))
     for name, spread, quantity in rows:
         if spread:

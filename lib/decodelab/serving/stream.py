@@ -86,6 +86,7 @@ class Stream:
         self.usage: dict = {}
         self.finish: Finish | None = None
         self.done = False
+        self.sent_s = 0.0  # when the request left
         self.last_s: float | None = None
 
     def feed(self, at_s: float, piece: bytes) -> None:
@@ -142,7 +143,7 @@ class Stream:
         if text.strip() and self._answer_s is None:
             self._answer_s = at_s
 
-    def answer(self, *, id: str, scheduled_s: float, sent_s: float, prompt_tokens: int, asked_tokens: int, error: str = "") -> Answer:
+    def answer(self, *, id: str, scheduled_s: float, prompt_tokens: int, asked_tokens: int, error: str = "") -> Answer:
         """What came, as a record; `prompt_tokens` are those asked for, used where the server gives no count."""
         texts = [(at_s, 1) for at_s, has_text, _ in self._arrivals if has_text]
         counted = [(at_s, tokens) for at_s, _, tokens in self._arrivals if tokens and tokens > 0]
@@ -153,7 +154,7 @@ class Stream:
         reasoned = self._reasoned or opened or self._closed
         answered = not reasoned or (self._answer_s is not None and (self._closed or not opened))
         finish = "error" if error else self.finish or "stop"
-        record = RequestRecord(id=id, scheduled_s=scheduled_s, sent_s=sent_s, prompt_tokens=self.usage.get("prompt_tokens", prompt_tokens),
+        record = RequestRecord(id=id, scheduled_s=scheduled_s, sent_s=self.sent_s, prompt_tokens=self.usage.get("prompt_tokens", prompt_tokens),
                                asked_tokens=asked_tokens, output_tokens=output, token_s=tuple(at_s for at_s, _ in arrivals), error=error,
                                first_answer_s=self._answer_s if reasoned and answered else None, answered=answered,
                                end_s=self.last_s, finish=finish)  # fmt: skip

@@ -27,6 +27,7 @@ MEASURED, PREDICTED, FLOOR, OTHER = "#3f90da", "#bd1f01", "#717581", "#832db6"
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
          "axes.labelsize": 11, "legend.frameon": False, "figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 100}  # fmt: skip
 SIZE = (8.0, 4.4)
+FEW_POINTS = 12
 
 
 @cache
@@ -455,18 +456,28 @@ def rows_over_time(records: Sequence[RequestRecord]) -> list[tuple[int, float, f
 def occupied(records: Sequence[RequestRecord], *, rows: int, ax: Axes, title: str) -> None:
     """The batch over time: each request a bar in its row, from its first token to its end. White is a row that writes nothing."""
     placed = rows_over_time(records)
+    rows = max(rows, *(row + 1 for row, _, _ in placed))  # a preempted request keeps its row while it waits
     bars = [[(start, row + 1), (end, row + 1)] for row, start, end in placed]
     width = 0.8 * ax.get_position().height * ax.figure.get_figheight() * 72 / rows
     ax.add_collection(LineCollection(bars, linewidths=width, colors=[(MEASURED, OTHER, "#ffa90e")[i % 3] for i in range(len(bars))], capstyle="butt"))
     ax.set(title=title, xlabel="seconds", ylabel="row of the batch", xlim=(0, max(end for _, _, end in placed)), ylim=(rows + 0.6, 0.4))
 
 
-def curves(series: Sequence[tuple[str, str, Sequence[float], Sequence[float]]], *, ax: Axes, title: str, xlabel: str, ylabel: str,
+def curves(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, ax: Axes, title: str, labels: tuple[str, str], log: str = "",
            limit: tuple[str, float] | None = None) -> None:  # fmt: skip
-    """Lines or dots of (label, style, xs, ys), each with its colour; a `limit` (label, y) is dashed."""
-    for (label, style, xs, ys), color in zip(series, (PREDICTED, MEASURED, OTHER, "#ffa90e", FLOOR, "#a96b59"), strict=False):
-        ax.plot(xs, ys, style, color=color, linewidth=2, label=label)
+    """A line for each label -> (xs, ys), with markers where its points are few; axes named in `log` are logarithmic, a `limit` (label, y) is dashed."""
+    few = all(len(xs) <= FEW_POINTS for xs, _ in series.values())
+    looks = zip((MEASURED, PREDICTED, OTHER, "#ffa90e", FLOOR), "osD^v", ("-", "-", "--", ":", "-."), strict=True)
+    for (label, (xs, ys)), (color, marker, style) in zip(series.items(), looks, strict=False):
+        ax.plot(xs, ys, style, marker=marker if few else "", color=color, linewidth=2, label=label)
     if limit:
-        ax.axhline(limit[1], linestyle="--", color=FLOOR, label=limit[0])
-    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        ax.axhline(limit[1], linestyle="--", color="black", linewidth=1, label=limit[0])
+    ax.set(title=title, xlabel=labels[0], ylabel=labels[1])
+    for name in log:
+        ax.set(**{f"{name}scale": "log"})
+        _plain_log(getattr(ax, f"{name}axis"), steps=(1, 3))
+    if few:
+        ax.set_xticks(xs, [f"{x:,g}" for x in xs])
+    if "y" not in log:
+        ax.set_ylim(0, None)
     ax.legend(fontsize=9)

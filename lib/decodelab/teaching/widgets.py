@@ -280,8 +280,8 @@ def serving_explorer(run: Callable[..., Any], *, kinds: Sequence[str], page_byte
         title = f"{values['kind']}, {values['batching']} batches of at most {rows}: {told.requests} requests"
         plots.occupied(done.records, rows=rows, ax=canvas.clear(), title=title)
         held = [moment.held_pages * page_bytes / 2**30 for moment in done.timeline]
-        plots.curves([("reserved", "-", [moment.t_s for moment in done.timeline], held)], ax=canvas.panels[1], title="K and V reserved",
-                     xlabel="seconds", ylabel="GiB", limit=("the pool", pool))  # fmt: skip
+        plots.curves({"reserved": ([moment.t_s for moment in done.timeline], held)}, ax=canvas.panels[1], title="K and V reserved",
+                     labels=("seconds", "GiB"), limit=("the pool", pool))  # fmt: skip
         canvas.panels[1].set(xlim=canvas.ax.get_xlim(), ylim=(0, 1.3 * pool))
         return (f"occupancy {told.occupancy:.1f} of {rows} · {told.decode_tokens_per_s:,.0f} tokens/s · ITL {told.itl}\n"
                 f"K and V {units.format_percent(told.kv_used_fraction, 2)} of {pool} GiB · {told.preemptions:,} preemptions, {done.recomputed_tokens:,} "
@@ -301,11 +301,12 @@ def pools_explorer(capacity: Callable[..., float], *, devices: int = 8, prompt: 
         prompt, output = values["prompt"], values["output"]
         rates, together = [capacity(prompt, output, split) for split in splits], capacity(prompt, output, 0)
         best = max(splits, key=lambda split: rates[split - 1])
-        plots.curves([("two pools", "o-", splits, rates)], ax=canvas.clear(), title=f"{prompt:,} tokens in, {output:,} out: {devices} devices",
-                     xlabel="devices that prefill", ylabel="requests per second", limit=("every device does both", together))  # fmt: skip
+        plots.curves({"two pools": (splits, rates)}, ax=canvas.clear(), title=f"{prompt:,} tokens in, {output:,} out: {devices} devices",
+                     labels=("devices that prefill", "requests per second"), limit=("every device does both", together))  # fmt: skip
         canvas.ax.set_ylim(0, 1.25 * max(*rates, together))
+        most, all_both = (units.significant(rate, 3) for rate in (rates[best - 1], together))
         share = units.format_percent(rates[best - 1] / together)
-        return f"best split: {best} prefill, {devices - best} decode, {rates[best - 1]:.3g} requests/s, {share} of {together:.3g} with every device doing both"
+        return f"best split: {best} prefill, {devices - best} decode, {most} requests/s, {share} of {all_both} with every device doing both"
 
     tokens = ladder(10, 50_000)
     return Explorer([("prompt", "prompt, tokens read", tokens, prompt), ("output", "output, tokens written", tokens, output)], answer, canvas)
