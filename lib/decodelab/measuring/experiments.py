@@ -215,7 +215,7 @@ def where_the_time_goes(model: Decoder, *, context: int = 64, rounds: int = 10) 
 @torch.inference_mode()
 def _split_fast(model: Decoder, cache: KVCache, step: Callable[[], None], rounds: int) -> dict[str, float]:
     fast, ids, slot = model.fast, torch.zeros(1, dtype=torch.long, device=model.device), torch.full((1,), cache.max_len - 1, device=model.device)
-    x, shared = fast.inputs(ids, slot, slot, fast.ticks[: cache.open(CHUNK)])
+    x, shared = fast.inputs(ids, slot, cache, slot, fast.ticks[: cache.open(CHUNK)])
     attention, mlp, empty_call = map(compiled, (attention_step, mlp_step, torch.neg))
     layers, eps = list(zip(fast.blocks, cache.keys, cache.values, strict=True)), fast.eps
     calls = {
