@@ -36,7 +36,7 @@ from decodelab.serving.simulator import Simulation, simulate, simulate_pools
 
 CONTEXTS = (8, 2048)  # the first so short that a step there is a itself
 ROUNDS = 15
-PAGE = 64  # tokens
+PAGE = 16  # tokens
 
 # Variants that a row switches on.
 
@@ -525,7 +525,7 @@ def launch_bound(budget_s: float, card: Card) -> dict[str, Change]:
 
 
 def paged(budget_s: float, card: Card) -> dict[str, Change]:
-    config = shape(card, cached=2)
+    config = shape(card)
     model, kv = on(card, config), kv_bytes_per_token(config, dtype_bytes=4)
     held, pool = (
         model.new_cache(max_len=CONTEXTS[1]),

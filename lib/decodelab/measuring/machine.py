@@ -37,6 +37,7 @@ from decodelab.measuring.clock import interleaved
 
 CARD_BUDGET_S = 16.0
 ROUNDS = 400  # at most; the budget ends a measurement before that
+PROBE_ROWS = 8
 
 
 def budget(seconds: float) -> float:
@@ -192,7 +193,7 @@ def measure_card(dtype: str = "float32", *, device: str = "cpu", path: str = "au
     note("read_bytes_per_s", read_bandwidth(device=device, budget_s=share))
     note("copy_bytes_per_s", copy_bandwidth(device=device, budget_s=share))
     matvec = note("matvec_bytes_per_s", matvec_bandwidth(dtype, **where, budget_s=share))
-    rows = note("matvec_rows_bytes_per_s", matvec_bandwidth(dtype, **where, rows=8, budget_s=share))
+    rows = note("matvec_rows_bytes_per_s", matvec_bandwidth(dtype, **where, rows=PROBE_ROWS, budget_s=share))
     note("kv_read_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=1, budget_s=share))
     note("kv_read_grouped_bytes_per_s", kv_bandwidth(dtype, **where, queries_per_head=3, budget_s=share))
     note("gemm_flops_per_s", gemm_rate(dtype, **where, budget_s=share))
@@ -235,10 +236,10 @@ def copy_traffic(copied_bytes: int) -> int:
 def matvec_bandwidth(dtype: str, *, device: str = "cpu", path: str = "eager", rows: int = 1, budget_s: float) -> float:
     """BW_w in bytes per second: one row, or several, through cold matrices in a small decoder's proportions (attention, FFN, output).
 
-    On the fast path the products of a layer are compiled together, as a block's are. Width 832: no catalogue shape has it,
-    and a CPU's product slows down as rows get shorter, so it must be of the lab's size.
+    On the fast path the products of a layer are compiled together, as a block's are. Width 704: no catalogue shape has it,
+    and a CPU's product slows down as rows get shorter, so it lies between the lab's shapes, 576 and 768.
     """
-    width = 832
+    width = 704
     shapes = [(width, width)] * 4 + [(4 * width, width)] * 2 + [(width, 4 * width)]
     layers = max(2, math.ceil(_cold_bytes(device) / (16 * width * width * dtype_bytes(dtype))))
     groups = [[_matrix(shape, dtype, device) for shape in shapes] for _ in range(layers)] + [[_matrix((32 * width, width), dtype, device)]]
@@ -309,31 +310,31 @@ def overheads(dtype: str, *, device: str = "cpu", path: str = "eager", matvec_by
               budget_s: float) -> tuple[float, float, float, float]:  # fmt: skip
     """(fixed, per layer, per layer of a step of several rows, per row) seconds of a step beyond streaming its weights at BW_w.
 
-    Probe decoders of two depths give a line in the depth, with one row and with eight; rows on a narrow one give the row.
+    Probe decoders of two depths give a line in the depth: with one row, and with eight rows in pages, as an engine batches them.
     """
     size = dtype_bytes(dtype)
     layer_bytes = weight_bytes_per_step(probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=size)
     shallow = min(48, max(4, math.ceil(1.5 * (last_level_cache_bytes(device) or 32 * 2**20) / layer_bytes)))
-    configs = [probe_config(hidden=512, n_layers=shallow), probe_config(hidden=512, n_layers=3 * shallow), probe_config(hidden=64, n_layers=8)]
+    configs = [probe_config(hidden=512, n_layers=depth) for depth in (shallow, 3 * shallow)]
     probes = [random_decoder(config, seed=7, device=device, dtype=dtype, path=path, say=lambda _: None) for config in configs]
-    steps = [_probe_step(probes[probe], batch=batch) for probe, batch in ((0, 1), (1, 1), (0, 8), (1, 8), (2, 2), (2, 16))]
+    steps = [_probe_step(probe, batch=batch) for batch in (1, PROBE_ROWS) for probe in probes]
     taken = [median(seconds) for seconds in interleaved(steps, rounds=ROUNDS, budget_s=budget_s, device=device, warmup=2)]
-    read = [weight_bytes_per_step(config, dtype_bytes=size) for config in configs[:2]]
-    depths, row_s = [config.n_layers for config in configs[:2]], max(0.0, (taken[5] - taken[4]) / 14)
-    one = fit_line(depths, [seconds - part / matvec_bytes_per_s for seconds, part in zip(taken[:2], read, strict=True)])
-    several = fit_line(depths, [seconds - part / matvec_rows_bytes_per_s for seconds, part in zip(taken[2:4], read, strict=True)])
-    return max(0.0, one.intercept), max(0.0, one.slope), max(0.0, several.slope), row_s
+    read, depths = [weight_bytes_per_step(config, dtype_bytes=size) for config in configs], [config.n_layers for config in configs]
+    one = fit_line(depths, [taken[side] - read[side] / matvec_bytes_per_s for side in (0, 1)])
+    several = fit_line(depths, [taken[2 + side] - read[side] / matvec_rows_bytes_per_s for side in (0, 1)])
+    fixed_s = max(0.0, one.intercept)
+    return fixed_s, max(0.0, one.slope), max(0.0, several.slope), max(0.0, (several.intercept - fixed_s) / PROBE_ROWS)
 
 
-def _probe_step(probe: Decoder, *, batch: int = 1) -> Callable[[], None]:
-    """One decode step of a probe with four cached tokens, as `generate` runs it: pass, sample, token on the host."""
-    cache = probe.new_cache(max_len=8, batch=batch)
+def _probe_step(probe: Decoder, *, batch: int) -> Callable[[], None]:
+    """One decode step of a probe with four cached tokens, as `generate` or, with several rows, an engine runs it: pass, sample, token on the host."""
+    cache, pool = probe.new_cache(max_len=8), probe.new_pool(pages=2 * batch)
     cache.fill_random(4)
-    tokens = torch.arange(batch, device=probe.device)
+    tokens, tables = torch.arange(batch, device=probe.device), [[2 * row, 2 * row + 1] for row in range(batch)]
 
     def step() -> None:
         cache.crop(4)
-        sample(decode_step(probe, tokens, cache=cache)).tolist()
+        sample(decode_step(probe, tokens, cache=cache if batch == 1 else pool.rows(tables, [4] * batch))).tolist()
 
     return step
 

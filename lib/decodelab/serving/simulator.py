@@ -399,14 +399,16 @@ def _device(arguments: argparse.Namespace, config: ModelConfig, say: Callable[[s
     return known.name, known.memory_gb * units.GB, engines.engine_for(known).constants(known, dtype=dtype), formats
 
 
-def _arrivals(arguments: argparse.Namespace, config: ModelConfig) -> tuple[list[Arrival], float]:
+def _arrivals(arguments: argparse.Namespace, config: ModelConfig, say: Callable[[str], None]) -> tuple[list[Arrival], float]:
     """(arrivals, their mean rate): a trace's own, or one a second of the length law."""
     if arguments.requests < 1 or not 0 < (arguments.rate or 1) < inf:
         raise ValueError(f"{arguments.requests} requests at a rate of {arguments.rate}; ask for at least 1, at a rate above 0")
     if not arguments.trace:
         law = {"seed": arguments.seed, "burstiness": arguments.burstiness, "max_context": config.max_context}
         return workload.workload(arguments.workload, arguments.requests, rate_per_s=1.0, **law), 1.0
-    arrivals = workload.read_trace(arguments.trace).arrivals[: arguments.requests]
+    trace = workload.read_trace(arguments.trace)
+    say(f"{arguments.trace}: {len(trace.arrivals):,} arrivals, times in {trace.unit}. {trace.note}".strip())
+    arrivals = trace.arrivals[: arguments.requests]
     span_s = max(one.at_s for one in arrivals) - min(one.at_s for one in arrivals)
     return arrivals, (len(arrivals) - 1) / span_s if span_s else 1.0
 
@@ -417,7 +419,7 @@ def command(arguments: argparse.Namespace, *, say: Callable[[str], None]) -> tup
     if not 0 <= prefill < devices:
         raise ValueError(f"{devices} devices, {prefill} of them for prefill: at least 1 must be left to decode")
     name, memory_bytes, constants, formats = _device(arguments, config, say)
-    arrivals, own_rate = _arrivals(arguments, config)
+    arrivals, own_rate = _arrivals(arguments, config, say)
     context = mean_context(arrivals)
     fits = largest_batch(config, memory_bytes, context=context, **formats)
     batch = min(fits, arguments.max_sequences)
