@@ -5,6 +5,7 @@ The cache is an argument of every pass, never a module attribute. `length` (vali
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ PAD_POSITION = 2**30
 
 CHUNK = 16
 """The fast path reads whole chunks of this many tokens; a cache has one more than it needs, so that no read is of all of it."""
+
+
+HIDDEN = -1e30
+"""Added to the score of a key that must not be seen; finite, so that a row of padding is no NaN."""
 
 
 class ContextError(ValueError):
@@ -150,6 +155,15 @@ class KVCache:
         self.length, self.positions, self.finite = length, None, max(length, self.finite)
 
 
+class Pages(NamedTuple):
+    """The pages of a batch's rows in one list, n of them, for attention that takes each by itself."""
+
+    ids: Tensor  # (n,): which page of the pool
+    row: Tensor  # (n,): whose it is
+    order: Tensor  # (B, m): each row's pages as places in that list
+    hidden: Tensor  # (B, m): 0, or HIDDEN where a row has fewer than m
+
+
 class PagePool:
     """K and V of many sequences in pages of `page_tokens` slots: one (pages, K, page_tokens, H) tensor per layer for K, one for V.
 
@@ -243,6 +257,20 @@ class PagedRows:
         self.table = torch.where(pages < used, self.tables[:, : len(pages)], self.tables[:, :1])
         columns = torch.arange(self.slots, device=positions.device)
         return torch.where(columns < self.ends[:, None], columns, PAD_POSITION)
+
+    def split(self) -> tuple[Pages, Tensor]:
+        """After `place`: the pages that the pass reads, and which of their slots hold a token, (n, P) bool."""
+        ends, device, size = self.ends.tolist(), self.table.device, self.page_tokens
+        counts = [-(-end // size) for end in ends]
+        counts[0] += sum(counts) == 1  # a compiled step takes any number of pages but one: the first again, nothing of it seen
+        ids = [table[at if at * size < end else 0] for table, end, count in zip(self.tables.tolist(), ends, counts, strict=True) for at in range(count)]
+        row = [number for number, count in enumerate(counts) for _ in range(count)]
+        starts, width = [sum(counts[:number]) for number in range(len(counts))], max(2, *counts)
+        order = [[start + min(at, count - 1) for at in range(width)] for start, count in zip(starts, counts, strict=True)]
+        hidden = [[0.0 if at < count else HIDDEN for at in range(width)] for count in counts]
+        pages = Pages(*(torch.tensor(part, device=device) for part in (ids, row, order, hidden)))
+        first = size * torch.tensor([at for count in counts for at in range(count)], device=device)  # (n,): positions of the pages' first slots
+        return pages, first[:, None] + torch.arange(size, device=device) < self.ends[pages.row][:, None]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v (B, K, T, H) into the rows' slots of `layer`; returns copies of all their pages in order, (B, K, S, H)."""

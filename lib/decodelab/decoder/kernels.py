@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decodelab.decoder.cache import CHUNK, KVCache, PagedRows, PagePool
+from decodelab.decoder.cache import CHUNK, HIDDEN, KVCache, PagedRows, PagePool, Pages
 from decodelab.decoder.memory import gather
 from decodelab.decoder.model import Block, Decoder, rotate
 
 PATHS = ("auto", "fast", "eager")
-HIDDEN = -1e30  # added to the score of a key that must not be seen; finite, so that a row of padding is no NaN
 GROUPS = (3, 2, 1)  # layers compiled together: each call from Python costs about 35 us, each layer 3 s of compiling
 BUCKET = 512  # tokens by which the context of a CUDA graph grows: a graph reads a fixed length
 WARM_UP_TOKENS = 2048  # the compiler takes sizes seen first as typical, so it must not see a short cache
@@ -105,10 +104,10 @@ def compiled(function: Callable) -> Callable:
 class Shared(NamedTuple):
     """What the layers of one decode step share."""
 
-    bias: Tensor  # (B, n, CHUNK or a page): 0, or HIDDEN for a key this row may not see; its size is what the step reads
+    bias: Tensor  # (B, n, CHUNK), or (n, P) of pages: 0, or HIDDEN for a key that may not be seen; its size is what the step reads
     slot: Tensor  # (1,) int64: the cache column of the new token; with pages (B,): its place in the page
     page: Tensor | None  # (B,): the page of the new token; None in a contiguous cache
-    table: Tensor | None  # (B, n): each row's pages in order
+    pages: Pages | None
     cos: Tensor | None  # (B, 1, H)
     sin: Tensor | None
 
@@ -132,11 +131,15 @@ def attention_step(x: Tensor, w: tuple, keys: Tensor, values: Tensor, shared: Sh
     if shared.cos is not None:
         q, k = rotate(q, shared), rotate(k, shared)
     for part, new in ((keys, k), (values, v)):
-        if shared.table is None:
+        if shared.pages is None:
             part.index_copy_(2, shared.slot, new[:, :, None])
         else:
             part.index_put_((shared.page, torch.arange(kv_heads, device=x.device)[:, None], shared.slot), new.transpose(0, 1))
-    mixed = attend_chunks(q.view(batch, kv_heads, -1, head_dim), keys, values, shared.bias, shared.table)  # (B, K, G, H)
+    q = q.view(batch, kv_heads, -1, head_dim)
+    if shared.pages is None:
+        mixed = attend_chunks(q, keys, values, shared.bias)  # (B, K, G, H)
+    else:
+        mixed = attend_pages(q, keys, values, shared.bias, shared.pages)
     return product(mixed.to(x.dtype).view(batch, -1), out)
 
 
@@ -148,21 +151,39 @@ def mlp_step(x: Tensor, w: tuple, eps: float) -> Tensor:
     return product(inner, down)
 
 
-def attend_chunks(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, table: Tensor | None = None) -> Tensor:
+def attend_chunks(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(H)) v for one query per row, float32: q (B, K, G, H) -> (B, K, G, H), G = N/K.
 
     Reads K and V once, in chunks of CHUNK tokens that stay in the first-level cache while the G query heads of a group use
-    them; a chunk's sums are short, so that a processor runs several at a time. A page is a chunk that the table finds, and is
-    read whole before the next one: scattered pages of 16 tokens cost a third of the rate, pages in order nothing.
+    them; a chunk's sums are short, so that a processor runs several at a time.
     """
-    if table is None:
-        chunks, n = [part.unflatten(2, (-1, CHUNK))[:, :, : bias.shape[1]] for part in (keys, values)], 2  # (B, K, n, CHUNK, H)
-    else:  # looked up as an embedding: the compiler has no index to check at each load
-        chunks, n = [F.embedding(table, part.flatten(1)).unflatten(2, part.shape[1:]) for part in (keys, values)], 1  # (B, n, K, P, H)
-    q, (k, v) = q.float().unsqueeze(n).unsqueeze(4) * q.shape[-1] ** -0.5, (part.float().unsqueeze(3) for part in chunks)
-    scores = (q * k).sum(-1) + bias.unsqueeze(3 - n).unsqueeze(3)  # (B, K, n, G, CHUNK), or n before K
-    p = torch.exp(scores - scores.amax((n, 4), keepdim=True))
-    return (p[..., None] * v).sum(4).sum(n) / p.sum(4).sum(n)[..., None]
+    k, v = (part.unflatten(2, (-1, CHUNK))[:, :, : bias.shape[1]].float() for part in (keys, values))  # (B, K, n, CHUNK, H)
+    q = q.float() * q.shape[-1] ** -0.5
+    scores = (q[:, :, None, :, None] * k[:, :, :, None]).sum(-1) + bias[:, None, :, None]  # (B, K, n, G, CHUNK)
+    p = torch.exp(scores - scores.amax((2, 4), keepdim=True))
+    return (p[..., None] * v[:, :, :, None]).sum(4).sum(2) / p.sum(4).sum(2)[..., None]
+
+
+def attend_pages(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, pages: Pages) -> Tensor:
+    """The same over pages (pages, K, P, H): each page by itself, whoever's it is, then each row's parts put together.
+
+    A row pays for its own pages, not for the longest row's. Each page is read whole before the next one: scattered pages of
+    16 tokens cost a third of the rate, pages in order nothing. Source: flash-decoding's split over keys.
+    """
+    k, v = (_rows(part, pages.ids).float() for part in (keys, values))  # (n, K, P, H)
+    q = _rows(q.float() * q.shape[-1] ** -0.5, pages.row)  # (n, K, G, H)
+    scores = (q[:, :, :, None] * k[:, :, None]).sum(-1) + bias[:, None, None]  # (n, K, G, P)
+    top = scores.amax(-1)  # (n, K, G)
+    p = torch.exp(scores - top[..., None])
+    parts, total = (p[..., None] * v[:, :, None]).sum(-2), p.sum(-1)  # (n, K, G, H), (n, K, G)
+    top = _rows(top, pages.order) + pages.hidden[..., None, None]  # (B, m, K, G)
+    share = torch.exp(top - top.amax(1, keepdim=True))
+    return (share[..., None] * _rows(parts, pages.order)).sum(1) / (share * _rows(total, pages.order)).sum(1)[..., None]
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], looked up as an embedding: the compiler has no index to check or to wrap at each load."""
+    return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
 def head_step(x: Tensor, w: tuple[Tensor, Tensor | None], head: Rows, eps: float) -> Tensor:
@@ -228,16 +249,18 @@ class FastPath:
 
     def inputs(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor) -> tuple[Tensor, Shared]:
         """The embedded tokens (B, D), and what all layers share."""
-        model, paged = self.model, cache.table is not None
-        seen = key <= query[:, None]  # (B, S)
-        if not paged:
-            seen = seen & (torch.arange(key.shape[-1], device=ids.device) <= slot)
-        bias, cos, sin = torch.where(seen, 0.0, HIDDEN).unflatten(-1, (-1, cache.page_tokens if paged else CHUNK)), None, None  # (B, n, CHUNK)
+        model, page, pages, cos, sin = self.model, None, None, None, None
+        if cache.table is None:
+            seen = (torch.arange(key.shape[-1], device=ids.device) <= slot) & (key <= query[:, None])  # (B, S)
+            bias = torch.where(seen, 0.0, HIDDEN).unflatten(-1, (-1, CHUNK))  # (B, n, CHUNK)
+        else:
+            page, (pages, seen) = cache.page[:, 0], cache.split()
+            bias = torch.where(seen, 0.0, HIDDEN)  # (n, P)
         if model.inverse_wavelengths is not None:
             angles = (query[:, None] * model.inverse_wavelengths).repeat(1, 2)[:, None]  # (B, 1, H)
             cos, sin = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
         x = model.embed(ids) if model.positions is None else model.embed(ids) + model.positions(query.clamp(max=model.config.max_context - 1))
-        return x, Shared(bias, slot, cache.page[:, 0] if paged else None, cache.table, cos, sin)
+        return x, Shared(bias, slot, page, pages, cos, sin)
 
     @torch.inference_mode()
     def warm_up(self, *, rows: int, page_tokens: int = 0) -> None:
@@ -261,12 +284,16 @@ class FastPath:
 def _mark(x: Tensor, shared: Shared, cache: KVCache | PagedRows) -> None:
     """Tells the compiler which sizes of a step's inputs will change: the context always, the rows where there are several."""
     paged, kv = cache.table is not None, (*cache.keys, *cache.values)
-    change = [(shared.bias, 1), (shared.table, 1), *((tensor, 0 if paged else 2) for tensor in kv)]
-    if len(x) > 1:
-        change += [(tensor, 0) for tensor in (x, *shared, *kv) if tensor is not None and (paged or tensor is not shared.slot)]
-    for tensor, dim in change:
-        if tensor is not None:
-            torch._dynamo.mark_dynamic(tensor, dim)
+    rows = [(tensor, 0) for tensor in (x, shared.cos, shared.sin) if tensor is not None]
+    if paged:
+        ids, row, order, hidden = shared.pages
+        change = [(shared.bias, 0), (ids, 0), (row, 0), (order, 1), (hidden, 1), *((tensor, 0) for tensor in kv)]
+        rows += [(tensor, 0) for tensor in (shared.slot, shared.page, order, hidden)]
+    else:
+        change = [(shared.bias, 1), *((tensor, 2) for tensor in kv)]
+        rows += [(tensor, 0) for tensor in (shared.bias, *kv)]
+    for tensor, dim in change + rows * (len(x) > 1):
+        torch._dynamo.mark_dynamic(tensor, dim)
 
 
 class Graph:
