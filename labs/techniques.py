@@ -665,7 +665,7 @@ _ALL = (
         "It is a measuring mistake: an average over few steps carries it along."),
     ("pages instead of max_len slots", {"a": "same", "b": "same", "capacity": "cut"}, paged,
         "A page is taken when it is needed, not when the request arrives. A step still reads each cached token once.",
-        "Where no kernel reads pages in place: eager PyTorch copies them first. Small pages that lie scattered are read at a lower rate."),
+        "Where no kernel reads pages in place: eager PyTorch copies them first. This decoder's compiled loop does more arithmetic per page, which fast memory shows in b."),
     ("continuous instead of static batching", {"token": "cut"}, continuous,
         "A request that ends gives its place to the next one at once; a static batch computes padding until its longest has ended.",
         "With one sequence at a time, or with answers of equal length, there is no padding to save."),
