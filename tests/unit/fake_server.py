@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -161,11 +162,21 @@ class Script:
         self.running -= 1
 
 
+def apart(call: Callable):
+    """What `call` gives in a thread of its own: a browser test may have left an event loop running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
 def virtual(script: Script, load: Load, **settings) -> CheckResult:
     """What the client measures of this script, with exact times."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        target, clock = Target.parse("localhost:8000"), runner.get_loop().time
-        return runner.run(endpoint.measure(target, load, clock=clock, transport=httpx.MockTransport(script), **settings))
+
+    def play() -> CheckResult:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            target, clock = Target.parse("localhost:8000"), runner.get_loop().time
+            return runner.run(endpoint.measure(target, load, clock=clock, transport=httpx.MockTransport(script), **settings))
+
+    return apart(play)
 
 
 # --- on loopback --------------------------------------------------------------------------------------------------
