@@ -263,7 +263,9 @@ class PagedRows:
         ends, device, size = self.ends.tolist(), self.table.device, self.page_tokens
         counts = [-(-end // size) for end in ends]
         counts[0] += sum(counts) == 1  # a compiled step takes any number of pages but one: the first again, nothing of it seen
-        ids = [table[at if at * size < end else 0] for table, end, count in zip(self.tables.tolist(), ends, counts, strict=True) for at in range(count)]
+        ids = [
+            table[at if at * size < end else 0] for table, end, count in zip(self.tables.tolist(), ends, counts, strict=True) for at in range(count)
+        ]
         row = [number for number, count in enumerate(counts) for _ in range(count)]
         starts, width = [sum(counts[:number]) for number in range(len(counts))], max(2, *counts)
         order = [[start + min(at, count - 1) for at in range(width)] for start, count in zip(starts, counts, strict=True)]
