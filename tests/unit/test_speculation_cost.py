@@ -58,7 +58,8 @@ def test_the_output_matrix_runs_on_every_row_of_a_block():
     """Where arithmetic binds, k + 1 rows cost k + 1 times the products of a step; a prefill would count one row of the output matrix."""
     weak = Constants(weight_bytes_per_s=1e18, kv_bytes_per_s=1e18, flops_per_s=1e9)
     scores = sum(cost.attention_flops(GPT2, new_tokens=1, context=at) for at in (10, 11, 12))
-    assert verify_time(GPT2, weak, k=2, context=10) == pytest.approx((3 * cost.weight_flops(GPT2, tokens=1, logit_rows=1) + scores) / 1e9)
+    one = 3 * cost.weight_flops(GPT2, tokens=1, logit_rows=1) + scores
+    assert [verify_time(GPT2, weak, k=2, context=10, batch=batch) for batch in (1, 4)] == pytest.approx([one / 1e9, 4 * one / 1e9])
     assert scores == cost.attention_flops(GPT2, new_tokens=3, context=12)
 
 
@@ -78,8 +79,8 @@ def test_a_block_without_drafts_is_a_step(batch):
 
 
 def test_a_round_is_k_growing_draft_steps_and_a_block():
-    price = round_price(LLAMA, H200, k=3, context=1000, draft=QWEN, weight_bytes_per_value=4, kv_bytes_per_value=1)
-    formats = {"weight_bytes_per_value": 4, "kv_bytes_per_value": 1}
+    formats = {"batch": 5, "weight_bytes_per_value": 4, "kv_bytes_per_value": 1}
+    price = round_price(LLAMA, H200, k=3, context=1000, draft=QWEN, **formats)
     assert price.draft_s == pytest.approx(sum(cost.step_time(QWEN, H200, context=at, **formats) for at in (1000, 1001, 1002)))
     assert price.verify_s == pytest.approx(verify_time(LLAMA, H200, k=3, context=1000, **formats))
     assert price.step_s == cost.step_time(LLAMA, H200, context=1000, **formats)
