@@ -49,10 +49,7 @@ class Concatenating(KVCache):
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         whole = super().append(layer, k, v)
-        longer = tuple(
-            torch.cat((part[:, :, : self.length], new), 2)
-            for part, new in zip(whole, (k, v), strict=True)
-        )
+        longer = tuple(torch.cat((part[:, :, : self.length], new), 2) for part, new in zip(whole, (k, v), strict=True))
         vars(self).setdefault("kept", {})[layer, self.length] = longer
         return longer
 
@@ -60,10 +57,7 @@ class Concatenating(KVCache):
 class StaticRead(KVCache):
     """Reads every allocated slot and hides the empty ones, as a graph of one fixed size does."""
 
-    positions = property(
-        lambda self: torch.arange(self.slots, device=self.keys[0].device).expand(self.batch, -1),
-        lambda self, _: None,
-    )
+    positions = property(lambda self: torch.arange(self.slots, device=self.keys[0].device).expand(self.batch, -1), lambda self, _: None)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         super().append(layer, k, v)
@@ -93,9 +87,7 @@ class NaiveAttention(Attention):
     def forward(self, x: Tensor, *, cache: KVCache, layer: int, shared: Pass) -> Tensor:
         q, k, v = (self._heads(part(x)) for part in (self.q, self.k, self.v))
         keys, values = cache.append(layer, rotate(k, shared), v)
-        scores = (
-            rotate(q, shared) @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)
-        )  # (B, N, T, S)
+        scores = rotate(q, shared) @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)  # (B, N, T, S)
         if shared.causal:
             places = torch.arange(len(x[0]), device=x.device)
             scores = scores.masked_fill(~visible_keys(places, places), -math.inf)
@@ -110,17 +102,10 @@ def shape(card: Card, *, kv_heads: int = 8, cached: float = 8) -> ModelConfig:
 
     Under a short DECODELAB_BUDGET_S it has a quarter of that: the rows run, but their factors mean little.
     """
-    held = (cached if machine.budget(60) > 10 else cached / 4) * (
-        card.machine.last_level_cache_bytes or 2**25
-    )
-    layer = cost.weight_bytes_per_step(
-        machine.probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=4
-    )
+    held = (cached if machine.budget(60) > 10 else cached / 4) * (card.machine.last_level_cache_bytes or 2**25)
+    layer = cost.weight_bytes_per_step(machine.probe_config(hidden=512, n_layers=1, vocab_size=1), dtype_bytes=4)
     layers = min(48, max(4, math.ceil(held / layer)))
-    return replace(
-        machine.probe_config(hidden=512, n_layers=layers, max_context=2 * CONTEXTS[1]),
-        n_kv_heads=kv_heads,
-    )
+    return replace(machine.probe_config(hidden=512, n_layers=layers, max_context=2 * CONTEXTS[1]), n_kv_heads=kv_heads)
 
 
 def tiny(*, hidden: int = 64) -> ModelConfig:
@@ -129,9 +114,7 @@ def tiny(*, hidden: int = 64) -> ModelConfig:
 
 
 @lru_cache(maxsize=12)
-def decoder(
-    config: ModelConfig, device: str, dtype: str = "float32", path: str = "eager"
-) -> Decoder:
+def decoder(config: ModelConfig, device: str, dtype: str = "float32", path: str = "eager") -> Decoder:
     """A model with random weights, kept for the next row that asks for it."""
     model = weights.random(config, device=device, dtype=dtype, path=path, say=lambda _: None)
     warm_weights(model)
@@ -140,11 +123,7 @@ def decoder(
 
 def eager_card(card: Card) -> Card:
     """The card of the eager path, for rows that are measured there."""
-    return (
-        card
-        if card.path == "eager"
-        else machine.fresh_card(card.dtype, device=card.machine.device, path="eager")
-    )
+    return card if card.path == "eager" else machine.fresh_card(card.dtype, device=card.machine.device, path="eager")
 
 
 def on(card: Card, config: ModelConfig, dtype: str = "float32", path: str | None = None) -> Decoder:
@@ -155,47 +134,21 @@ def on(card: Card, config: ModelConfig, dtype: str = "float32", path: str | None
 # Measuring.
 
 
-def times(
-    calls: Sequence[Callable[[], object]],
-    card: Card,
-    budget_s: float,
-    *,
-    rounds: int = ROUNDS,
-    warmup: int = 2,
-) -> list[float]:
+def times(calls: Sequence[Callable[[], object]], card: Card, budget_s: float, *, rounds: int = ROUNDS, warmup: int = 2) -> list[float]:
     """Median seconds of each call, taken in turn."""
-    return [
-        median(taken)
-        for taken in interleaved(
-            calls, rounds=rounds, budget_s=budget_s, device=card.machine.device, warmup=warmup
-        )
-    ]
+    return [median(taken) for taken in interleaved(calls, rounds=rounds, budget_s=budget_s, device=card.machine.device, warmup=warmup)]
 
 
-def lines(
-    sides: Sequence[tuple[Decoder, KVCache]],
-    card: Card,
-    budget_s: float,
-    *,
-    contexts: tuple[int, int] = CONTEXTS,
-) -> list[Line]:
+def lines(sides: Sequence[tuple[Decoder, KVCache]], card: Card, budget_s: float, *, contexts: tuple[int, int] = CONTEXTS) -> list[Line]:
     """t(n) = intercept + slope * n of each (model, cache), from steps at both contexts taken in turn."""
     calls = [call for model, held in sides for call in step_calls(model, held, contexts)]
     taken = times(calls, card, budget_s)
     return [fit_line(contexts, taken[2 * side : 2 * side + 2]) for side in range(len(sides))]
 
 
-def growth(
-    config: ModelConfig, card: Card, *, weights_at: float = 4, kv_at: float = 4, batch: int = 1
-) -> Growth:
+def growth(config: ModelConfig, card: Card, *, weights_at: float = 4, kv_at: float = 4, batch: int = 1) -> Growth:
     """The formula's a and b on this card."""
-    return cost.growth(
-        config,
-        card.constants(config),
-        batch=batch,
-        weight_bytes_per_value=weights_at,
-        kv_bytes_per_value=kv_at,
-    )
+    return cost.growth(config, card.constants(config), batch=batch, weight_bytes_per_value=weights_at, kv_bytes_per_value=kv_at)
 
 
 TOKENS = 4  # written while passes are counted
@@ -223,29 +176,20 @@ def passes(*writes: tuple[Decoder, Callable[[], object]]) -> Change:
 
 def same_passes(*sides: tuple[Decoder, KVCache]) -> Change:
     """The passes of two (model, cache) that write in the same way."""
-    return passes(
-        *((model, lambda model=model, held=held: write(model, held)) for model, held in sides)
-    )
+    return passes(*((model, lambda model=model, held=held: write(model, held)) for model, held in sides))
 
 
 def stored_bytes(model: Decoder, *, context: int, batch: int = 1) -> int:
     """Bytes of the tensors that hold the weights, and of K and V of `batch` sequences."""
     held = [*model.parameters(), *model.buffers()]
-    return (
-        sum(part.numel() * part.element_size() for part in held)
-        + batch * context * model.new_cache(max_len=1).bytes_per_token
-    )
+    return sum(part.numel() * part.element_size() for part in held) + batch * context * model.new_cache(max_len=1).bytes_per_token
 
 
-def capacity(
-    before: Decoder, after: Decoder, *, formats: tuple[float, float] = (4, 4), batch: int = 1
-) -> Change:
+def capacity(before: Decoder, after: Decoder, *, formats: tuple[float, float] = (4, 4), batch: int = 1) -> Change:
     """What must fit in memory at the longer context; `formats`: bytes per value of the weights and of K and V afterwards."""
 
     def formula(model: Decoder, weights_at: float, kv_at: float, rows: int) -> float:
-        return cost.parameters(model.config) * weights_at + rows * cost.kv_bytes(
-            model.config, context=CONTEXTS[1], dtype_bytes=kv_at
-        )
+        return cost.parameters(model.config) * weights_at + rows * cost.kv_bytes(model.config, context=CONTEXTS[1], dtype_bytes=kv_at)
 
     return Change(stored_bytes(before, context=CONTEXTS[1]), stored_bytes(after, context=CONTEXTS[1], batch=batch),
                   predicted=formula(after, *formats, batch) / formula(before, 4, 4, 1), how="counted")  # fmt: skip
@@ -269,19 +213,12 @@ def cache_off(budget_s: float, card: Card) -> dict[str, Change]:
         held.length = 0
         sample(prefill(model, [ids[:tokens]], cache=held)).tolist()
 
-    taken = times(
-        [lambda n=n: read_again(n) for n in contexts], card, budget_s / 2, rounds=5, warmup=1
-    )
+    taken = times([lambda n=n: read_again(n) for n in contexts], card, budget_s / 2, rounds=5, warmup=1)
     [kept] = lines([(model, held)], card, budget_s / 2)
     constants = eager_card(card).constants(model.config)
-    work = [
-        Workload(prompt_tokens=n, output_tokens=1, weight_bytes_per_value=4, kv_bytes_per_value=4)
-        for n in contexts
-    ]
+    work = [Workload(prompt_tokens=n, output_tokens=1, weight_bytes_per_value=4, kv_bytes_per_value=4) for n in contexts]
     again = [cost.prefill_time(model.config, constants, one) for one in work]
-    b_s = cost.growth(
-        model.config, constants, weight_bytes_per_value=4, kv_bytes_per_value=4
-    ).b_s_per_token
+    b_s = cost.growth(model.config, constants, weight_bytes_per_value=4, kv_bytes_per_value=4).b_s_per_token
     stored = stored_bytes(model, context=CONTEXTS[1])
     formula = cost.parameters(model.config) * 4
     return {"b": Change(kept.slope, fit_line(contexts, taken).slope, predicted=fit_line(contexts, again).slope / b_s),
@@ -292,43 +229,25 @@ def cache_off(budget_s: float, card: Card) -> dict[str, Change]:
 
 def concatenating(budget_s: float, card: Card) -> dict[str, Change]:
     model, known = on(card, shape(card), path="eager"), eager_card(card)
-    sides = [
-        (model, kind(model.config, max_len=CONTEXTS[1], device=model.device))
-        for kind in (KVCache, Concatenating)
-    ]
+    sides = [(model, kind(model.config, max_len=CONTEXTS[1], device=model.device)) for kind in (KVCache, Concatenating)]
     copied = 1 + 2 * known.constants(model.config).kv_bytes_per_s / known.copy_bytes_per_s
-    return {
-        **between(*lines(sides, card, budget_s), {"a": 1, "b": copied}),
-        "passes": same_passes(*sides),
-    }
+    return {**between(*lines(sides, card, budget_s), {"a": 1, "b": copied}), "passes": same_passes(*sides)}
 
 
 def static_read(budget_s: float, card: Card) -> dict[str, Change]:
     model = on(card, shape(card))
-    sides = [
-        (model, kind(model.config, max_len=CONTEXTS[1], device=model.device))
-        for kind in (KVCache, StaticRead)
-    ]
+    sides = [(model, kind(model.config, max_len=CONTEXTS[1], device=model.device)) for kind in (KVCache, StaticRead)]
     line = growth(model.config, card)
-    return {
-        **between(*lines(sides, card, budget_s), {"a": line(CONTEXTS[1]) / line.a_s, "b": 0}),
-        "passes": same_passes(*sides),
-    }
+    return {**between(*lines(sides, card, budget_s), {"a": line(CONTEXTS[1]) / line.a_s, "b": 0}), "passes": same_passes(*sides)}
 
 
 def expanded(budget_s: float, card: Card) -> dict[str, Change]:
     model, known = on(card, shape(card, kv_heads=2), path="eager"), eager_card(card)
-    sides = [
-        (model, kind(model.config, max_len=CONTEXTS[1], device=model.device))
-        for kind in (KVCache, Expanded)
-    ]
+    sides = [(model, kind(model.config, max_len=CONTEXTS[1], device=model.device)) for kind in (KVCache, Expanded)]
     group = model.config.n_heads // model.config.n_kv_heads
     copying, reading = (1 + group) / known.copy_bytes_per_s, group / known.kv_read_bytes_per_s
     factor = (copying + reading) * known.kv_read_grouped_bytes_per_s
-    return {
-        **between(*lines(sides, card, budget_s), {"a": 1, "b": factor}),
-        "passes": same_passes(*sides),
-    }
+    return {**between(*lines(sides, card, budget_s), {"a": 1, "b": factor}), "passes": same_passes(*sides)}
 
 
 def compiled(budget_s: float, card: Card) -> dict[str, Change]:
@@ -340,26 +259,17 @@ def compiled(budget_s: float, card: Card) -> dict[str, Change]:
         return {"a": Change(slow, floor, how="computed: nothing compiles here"), "overhead": Change(calls_s[0], 0, how="computed: nothing compiles here"),
                 "passes": Change(1, 1, how="computed: nothing compiles here")}  # fmt: skip
     models = [on(card, one, path=path) for one in (config, tiny()) for path in ("eager", "fast")]
-    calls = [
-        step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])[0] for model in models
-    ]
+    calls = [step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])[0] for model in models]
     taken = times(calls, card, budget_s)
     return {"a": Change(taken[0], taken[1], predicted=quick / slow), "overhead": Change(taken[2], taken[3], predicted=calls_s[1] / calls_s[0]),
             "passes": same_passes(*((model, model.new_cache(max_len=8)) for model in models[:2]))}  # fmt: skip
 
 
-fresh_width = count(
-    2
-)  # a width that this process has not compiled for yet, also when the row is run again
+fresh_width = count(2)  # a width that this process has not compiled for yet, also when the row is run again
 
 
 def no_warm_up(budget_s: float, card: Card) -> dict[str, Change]:
-    model = weights.random(
-        tiny(hidden=64 * next(fresh_width)),
-        device=card.machine.device,
-        dtype="float32",
-        path="eager",
-    )
+    model = weights.random(tiny(hidden=64 * next(fresh_width)), device=card.machine.device, dtype="float32", path="eager")
     [step] = step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])
     began = time.perf_counter()
     if card.path == "fast":
@@ -374,10 +284,7 @@ def no_synchronise(budget_s: float, card: Card) -> dict[str, Change]:
         model = on(card, shape(card))
         [step] = step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])
         [whole] = times([step], card, budget_s / 2)
-        ids, held = (
-            torch.zeros((1, 1), dtype=torch.long, device="cuda"),
-            model.new_cache(max_len=CONTEXTS[1]),
-        )
+        ids, held = torch.zeros((1, 1), dtype=torch.long, device="cuda"), model.new_cache(max_len=CONTEXTS[1])
         with torch.inference_mode():
             model(ids, cache=held)  # what a new cache needs first: its graph is recorded
         held.length = 0
@@ -390,19 +297,11 @@ def no_synchronise(budget_s: float, card: Card) -> dict[str, Change]:
     record = catalog.data_dir() / "runs" / "no_synchronise.json"
     if record.is_file():
         kept = json.loads(record.read_text(encoding="utf-8"))
-        return {
-            "a": Change(kept["synchronised_s"], kept["asked_s"], how=f"recorded: {kept['machine']}")
-        }
+        return {"a": Change(kept["synchronised_s"], kept["asked_s"], how=f"recorded: {kept['machine']}")}
     llama, h200 = catalog.model("llama-3.1-8b"), catalog.hardware("h200-sxm")
     constants = engines.engine_for(h200).constants(h200)
     asked_s = constants.overhead_s(llama)
-    return {
-        "a": Change(
-            cost.growth(llama, constants).a_s,
-            asked_s,
-            how=f"computed, not measured: {llama.name} on {h200.name}",
-        )
-    }
+    return {"a": Change(cost.growth(llama, constants).a_s, asked_s, how=f"computed, not measured: {llama.name} on {h200.name}")}
 
 
 def sdpa_prefill(budget_s: float, card: Card) -> dict[str, Change]:
@@ -411,9 +310,7 @@ def sdpa_prefill(budget_s: float, card: Card) -> dict[str, Change]:
     for attention in (NaiveAttention, Attention):
         model = weights.random(config, device=card.machine.device, dtype="float32", path="eager")
         held = with_attention(model, attention).new_cache(max_len=1024)
-        calls.append(
-            lambda model=model, held=held: (held.reset(), prefill(model, [[1] * 1024], cache=held))
-        )
+        calls.append(lambda model=model, held=held: (held.reset(), prefill(model, [[1] * 1024], cache=held)))
     return {"first": Change(*times(calls, card, budget_s, rounds=9))}
 
 
@@ -439,10 +336,7 @@ def format_of(dtype: str) -> Callable[[float, Card], dict[str, Change]]:
         models = [on(card, shape(card), dtype=one) for one in ("float32", dtype)]
         sides = [(model, model.new_cache(max_len=CONTEXTS[1])) for model in models]
         weights_at, kv_at = models[1].formats.values()
-        was, now = (
-            growth(models[0].config, card),
-            growth(models[0].config, card, weights_at=weights_at, kv_at=kv_at),
-        )
+        was, now = growth(models[0].config, card), growth(models[0].config, card, weights_at=weights_at, kv_at=kv_at)
         predicted = {"a": now.a_s / was.a_s, "b": now.b_s_per_token / was.b_s_per_token}
         return {**between(*lines(sides, card, budget_s), predicted), "capacity": capacity(*models, formats=(weights_at, kv_at)),
                 "passes": same_passes(*sides)}  # fmt: skip
@@ -453,26 +347,13 @@ def format_of(dtype: str) -> Callable[[float, Card], dict[str, Change]]:
 def kv_in_8_bits(budget_s: float, card: Card) -> dict[str, Change]:
     config = shape(card)
     was, now = growth(config, card), growth(config, card, kv_at=1)
-    stored = [
-        cost.parameters(config) * 4 + cost.kv_bytes(config, context=CONTEXTS[1], dtype_bytes=size)
-        for size in (4, 1)
-    ]
-    pairs = {
-        "a": (was.a_s, now.a_s),
-        "b": (was.b_s_per_token, now.b_s_per_token),
-        "capacity": stored,
-    }
-    return {
-        name: Change(*pair, predicted=pair[1] / pair[0], how="computed: by bytes")
-        for name, pair in pairs.items()
-    }
+    stored = [cost.parameters(config) * 4 + cost.kv_bytes(config, context=CONTEXTS[1], dtype_bytes=size) for size in (4, 1)]
+    pairs = {"a": (was.a_s, now.a_s), "b": (was.b_s_per_token, now.b_s_per_token), "capacity": stored}
+    return {name: Change(*pair, predicted=pair[1] / pair[0], how="computed: by bytes") for name, pair in pairs.items()}
 
 
 def fewer_kv_heads(budget_s: float, card: Card) -> dict[str, Change]:
-    models, known = (
-        [on(card, shape(card, kv_heads=heads), path="eager") for heads in (8, 2)],
-        eager_card(card),
-    )
+    models, known = [on(card, shape(card, kv_heads=heads), path="eager") for heads in (8, 2)], eager_card(card)
     sides = [(model, model.new_cache(max_len=CONTEXTS[1])) for model in models]
     was, now = (growth(model.config, known) for model in models)
     return {**between(*lines(sides, card, budget_s), {"b": now.b_s_per_token / was.b_s_per_token}), "capacity": capacity(*models),
@@ -480,11 +361,7 @@ def fewer_kv_heads(budget_s: float, card: Card) -> dict[str, Change]:
 
 
 def batched(budget_s: float, card: Card, *, rows: int = 4) -> dict[str, Change]:
-    model, contexts, known = (
-        on(card, shape(card, cached=2), path="eager"),
-        (8, 4096),
-        eager_card(card),
-    )
+    model, contexts, known = on(card, shape(card, cached=2), path="eager"), (8, 4096), eager_card(card)
     sides = [(model, model.new_cache(max_len=contexts[1], batch=batch)) for batch in (1, rows)]
     alone, together = lines(sides, card, budget_s, contexts=contexts)
     was, now = growth(model.config, known), growth(model.config, known, batch=rows)
@@ -496,9 +373,7 @@ def batched(budget_s: float, card: Card, *, rows: int = 4) -> dict[str, Change]:
 @cache
 def one_layer_over_and_over(config: ModelConfig, device: str, path: str) -> Decoder:
     """A model of which every layer is the first: the same calls and the same arithmetic, but few bytes."""
-    model = weights.random(
-        replace(config, n_layers=1), device=device, dtype="float32", path="eager"
-    )
+    model = weights.random(replace(config, n_layers=1), device=device, dtype="float32", path="eager")
     model.config, model.blocks = config, nn.ModuleList([model.blocks[0]] * config.n_layers)
     if path == "fast":
         kernels.attach(model, say=lambda _: None)
@@ -508,18 +383,14 @@ def one_layer_over_and_over(config: ModelConfig, device: str, path: str) -> Deco
 def in_the_cache(budget_s: float, card: Card) -> dict[str, Change]:
     config = shape(card)
     models = on(card, config), one_layer_over_and_over(config, card.machine.device, card.path)
-    calls = [
-        step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])[0] for model in models
-    ]
+    calls = [step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])[0] for model in models]
     return {"a": Change(*times(calls, card, budget_s), predicted=1)}
 
 
 def launch_bound(budget_s: float, card: Card) -> dict[str, Change]:
     known, configs = eager_card(card), [tiny(hidden=64), tiny(hidden=32)]
     models = [on(card, config, path="eager") for config in configs]
-    calls = [
-        step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])[0] for model in models
-    ]
+    calls = [step_calls(model, model.new_cache(max_len=CONTEXTS[0]), CONTEXTS[:1])[0] for model in models]
     was, now = (growth(config, known).a_s for config in configs)
     return {"a": Change(*times(calls, card, budget_s, rounds=60), predicted=now / was)}
 
@@ -527,53 +398,26 @@ def launch_bound(budget_s: float, card: Card) -> dict[str, Change]:
 def paged(budget_s: float, card: Card) -> dict[str, Change]:
     config = shape(card)
     model, kv = on(card, config), kv_bytes_per_token(config, dtype_bytes=4)
-    held, pool = (
-        model.new_cache(max_len=CONTEXTS[1]),
-        model.new_pool(pages=CONTEXTS[1] // PAGE + 1, page_tokens=PAGE),
-    )
+    held, pool = model.new_cache(max_len=CONTEXTS[1]), model.new_pool(pages=CONTEXTS[1] // PAGE + 1, page_tokens=PAGE)
     for tensor in (*pool.keys, *pool.values):
         tensor.normal_()
     token, table = torch.zeros(1, dtype=torch.long, device=model.device), list(range(pool.pages))
-    steps = [
-        lambda context=context: sample(
-            decode_step(model, token, cache=pool.rows([table], [context]))
-        ).tolist()
-        for context in CONTEXTS
-    ]
-    taken, lengths = (
-        times([*step_calls(model, held, CONTEXTS), *steps], card, budget_s),
-        workload.lengths("reasoning", 200, seed=1, max_context=32_768),
-    )
+    steps = [lambda context=context: sample(decode_step(model, token, cache=pool.rows([table], [context]))).tolist() for context in CONTEXTS]
+    taken = times([*step_calls(model, held, CONTEXTS), *steps], card, budget_s)
+    lengths = workload.lengths("reasoning", 200, seed=1, max_context=32_768)
     need = [slots_needed(prompt_tokens=prompt, max_tokens=output) for prompt, output in lengths]
-    reserved, pages = (
-        32_768 * kv * len(need),
-        sum(pages_for(slots, page_tokens=PAGE) for slots in need) * PAGE * kv,
-    )
+    reserved, pages = 32_768 * kv * len(need), sum(pages_for(slots, page_tokens=PAGE) for slots in need) * PAGE * kv
     return {**between(fit_line(CONTEXTS, taken[:2]), fit_line(CONTEXTS, taken[2:]), {"a": 1.0, "b": 1.0}),
             "capacity": Change(reserved, pages, predicted=pages / reserved, how="counted")}  # fmt: skip
 
 
-def served(
-    config: ModelConfig,
-    card: Card,
-    arrivals: Sequence[Arrival],
-    *,
-    pools: bool = False,
-    **limits: object,
-) -> Simulation:
+def served(config: ModelConfig, card: Card, arrivals: Sequence[Arrival], *, pools: bool = False, **limits: object) -> Simulation:
     """A trace on the virtual clock, with this machine's card; with `pools` a second machine like it prefills."""
     room = Limits(**{"pages": 10**6, "max_sequences": 8, "token_budget": 4 * CONTEXTS[1], **limits})
     known = {"config": config, "constants": card.constants(config), "limits": room, **card.formats}
     if not pools:
         return simulate(arrivals, fused=False, **known)
-    return simulate_pools(
-        arrivals,
-        fused=False,
-        prefill_devices=1,
-        decode_devices=1,
-        transfer_bytes_per_s=10e9,
-        **known,
-    )
+    return simulate_pools(arrivals, fused=False, prefill_devices=1, decode_devices=1, transfer_bytes_per_s=10e9, **known)
 
 
 def computed(before: float, after: float) -> Change:
@@ -582,38 +426,25 @@ def computed(before: float, after: float) -> Change:
 
 
 def continuous(budget_s: float, card: Card) -> dict[str, Change]:
-    arrivals = workload.workload(
-        "reasoning", 64, rate_per_s=1e6, seed=1, scale=8, max_context=CONTEXTS[1]
-    )
-    was, now = (
-        served(shape(card), card, arrivals, static=static).summary for static in (True, False)
-    )
+    arrivals = workload.workload("reasoning", 64, rate_per_s=1e6, seed=1, scale=8, max_context=CONTEXTS[1])
+    was, now = (served(shape(card), card, arrivals, static=static).summary for static in (True, False))
     return {"token": computed(1 / was.decode_tokens_per_s, 1 / now.decode_tokens_per_s)}
 
 
-STREAM = (
-    Arrival(at_s=0, prompt_tokens=8, output_tokens=100),
-    Arrival(at_s=0.001, prompt_tokens=CONTEXTS[1], output_tokens=2),
-)
+STREAM = (Arrival(at_s=0, prompt_tokens=8, output_tokens=100), Arrival(at_s=0.001, prompt_tokens=CONTEXTS[1], output_tokens=2))
 """Somebody's answer is being written when a long prompt arrives."""
 
 
 def chunked(budget_s: float, card: Card) -> dict[str, Change]:
     was, now = (served(shape(card), card, STREAM, chunk=chunk).records for chunk in (None, 64))
-    return {
-        "gap": computed(max(was[0].itl_s), max(now[0].itl_s)),
-        "first": computed(was[1].ttft_s, now[1].ttft_s),
-    }
+    return {"gap": computed(max(was[0].itl_s), max(now[0].itl_s)), "first": computed(was[1].ttft_s, now[1].ttft_s)}
 
 
 def elsewhere(budget_s: float, card: Card) -> dict[str, Change]:
     config = shape(card)
     was, now = (served(config, card, STREAM, pools=pools).records for pools in (False, True))
     weights_bytes = 4 * cost.parameters(config)
-    return {
-        "gap": computed(max(was[0].itl_s), max(now[0].itl_s)),
-        "capacity": Change(weights_bytes, 2 * weights_bytes, predicted=2, how="counted"),
-    }
+    return {"gap": computed(max(was[0].itl_s), max(now[0].itl_s)), "capacity": Change(weights_bytes, 2 * weights_bytes, predicted=2, how="counted")}
 
 
 # fmt: off
@@ -681,8 +512,5 @@ _ALL = (
 )
 # fmt: on
 
-TECHNIQUES = {
-    name: Technique(name=name, claims=claims, why=why, loses=loses, measure=measure)
-    for name, claims, measure, why, loses in _ALL
-}
+TECHNIQUES = {name: Technique(name=name, claims=claims, why=why, loses=loses, measure=measure) for name, claims, measure, why, loses in _ALL}
 """Every row by name, in the order of the lab."""
