@@ -29,6 +29,13 @@ class ContextError(ValueError):
     """A request needs more cache slots, or positions, than there are. Raised before any forward pass."""
 
 
+def zeros(shape: tuple[int, ...], n_layers: int, *, device: str | torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """(keys, values) of each layer, in huge pages; ordinary tensors, since a cache outlives a pass."""
+    with torch.inference_mode(False):
+        keys, values = ([huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(n_layers)] for _ in "kv")
+    return keys, values
+
+
 def token_bytes(keys: Sequence[Tensor]) -> int:
     """K and V bytes of one token in one row, all layers, of a cache with these keys: (B or pages, K, slots, H) each."""
     return 2 * len(keys) * keys[0].shape[1] * keys[0].shape[3] * keys[0].element_size()
@@ -49,9 +56,7 @@ class KVCache:
         if max_len < 1 or batch < 1:
             raise ValueError(f"a cache of max_len {max_len} and batch {batch} holds nothing; both must be at least 1")
         shape = (batch, config.n_kv_heads, (max(2, -(-max_len // CHUNK)) + 1) * CHUNK, config.head_dim)
-        with torch.inference_mode(False):  # the cache outlives a pass
-            self.keys = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
-            self.values = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
+        self.keys, self.values = zeros(shape, config.n_layers, device=device, dtype=dtype)
         self.max_len, self.length = max_len, 0
         self.finite = 0  # slots before this one hold numbers: written, or made zero by `open`
         self.graphs: dict = {}  # CUDA graphs of the fast path, by the model's path and the slots they read
@@ -175,9 +180,7 @@ class PagePool:
         if pages < 1 or page_tokens < 1:
             raise ValueError(f"a pool of {pages} pages of {page_tokens} tokens holds nothing; both must be at least 1")
         shape = (pages, config.n_kv_heads, page_tokens, config.head_dim)
-        with torch.inference_mode(False):  # the pool outlives a pass
-            self.keys = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
-            self.values = [huge_pages(torch.empty(shape, device=device, dtype=dtype)).zero_() for _ in range(config.n_layers)]
+        self.keys, self.values = zeros(shape, config.n_layers, device=device, dtype=dtype)
         self.pages, self.page_tokens = pages, page_tokens
 
     @property
@@ -205,6 +208,7 @@ class PagedRows:
             raise ValueError(f"a row has the pages {list(wrong[0])}; it needs at least one, each from 0 to {pool.pages - 1}")
         self.keys, self.values, self.page_tokens, device = pool.keys, pool.values, pool.page_tokens, pool.keys[0].device
         width = max(2, *map(len, tables))  # a compiled step takes any number of pages but one
+        self.pages = [list(table) for table in tables]
         self.tables = torch.tensor([[*table, *[table[0]] * (width - len(table))] for table in tables], device=device)
         self.table = self.tables  # (B, n): of these, the pages that the next pass reads
         self.room = [len(table) * pool.page_tokens for table in tables]
@@ -236,36 +240,39 @@ class PagedRows:
         """The position of each row's next token, (B,)."""
         return self.positions
 
-    def place(self, positions: Tensor) -> Tensor:
-        """Finds the slots of the columns about to be written, (B, T); returns the position of every slot read, (B, S).
+    def enter(self, positions: Tensor) -> None:
+        """Finds the slots of the columns about to be written, (B, T). Raises: ContextError where a row's pages are full.
 
         Padding is not written. Pages that a row enters at their first slot are made zero: they may hold another's NaN.
         """
         self.real = positions < PAD_POSITION  # (B, T)
         self.ends = torch.where(self.real, positions + 1, 0).amax(-1).maximum(self.positions)  # (B,)
-        short = [row for row, (end, room) in enumerate(zip(self.ends.tolist(), self.room, strict=True)) if end > room]
-        if short:
-            raise ContextError(f"row {short[0]} would hold {int(self.ends[short[0]])} tokens and its pages {self.room[short[0]]}; give it more pages")
-        used = -(-self.ends // self.page_tokens)[:, None]  # pages; where others have more, a row repeats its first: finite, its own, hidden
+        self.holds = self.ends.tolist()  # tokens of each row once the pass is done
+        for row, (end, room) in enumerate(zip(self.holds, self.room, strict=True)):
+            if end > room:
+                raise ContextError(f"row {row} would hold {end} tokens and its pages {room}; give it more pages")
         column = torch.where(self.real, positions, 0)
         self.page, self.offset = self.tables.gather(1, column // self.page_tokens), column % self.page_tokens  # (B, T)
         fresh = self.page[self.real & (self.offset == 0)]
         if len(fresh):
             for tensor in (*self.keys, *self.values):
                 tensor[fresh] = 0
-        pages = torch.arange(max(2, int(used.max())), device=positions.device)
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Enters, and returns the position of every slot that `append` gives back, (B, S)."""
+        self.enter(positions)
+        used = -(-self.ends // self.page_tokens)[:, None]  # pages; where others have more, a row repeats its first: finite, its own, hidden
+        pages = torch.arange(max(2, -(-max(self.holds) // self.page_tokens)), device=positions.device)
         self.table = torch.where(pages < used, self.tables[:, : len(pages)], self.tables[:, :1])
         columns = torch.arange(self.slots, device=positions.device)
         return torch.where(columns < self.ends[:, None], columns, PAD_POSITION)
 
     def split(self) -> tuple[Pages, Tensor]:
-        """After `place`: the pages that the pass reads, and which of their slots hold a token, (n, P) bool."""
-        ends, device, size = self.ends.tolist(), self.table.device, self.page_tokens
+        """After `enter`: the pages that the pass reads, and which of their slots hold a token, (n, P) bool."""
+        ends, device, size = self.holds, self.table.device, self.page_tokens
         counts = [-(-end // size) for end in ends]
         counts[0] += sum(counts) == 1  # a compiled step takes any number of pages but one: the first again, nothing of it seen
-        ids = [
-            table[at if at * size < end else 0] for table, end, count in zip(self.tables.tolist(), ends, counts, strict=True) for at in range(count)
-        ]
+        ids = [table[at if at * size < end else 0] for table, end, count in zip(self.pages, ends, counts, strict=True) for at in range(count)]
         row = [number for number, count in enumerate(counts) for _ in range(count)]
         starts, width = [sum(counts[:number]) for number in range(len(counts))], max(2, *counts)
         order = [[start + min(at, count - 1) for at in range(width)] for start, count in zip(starts, counts, strict=True)]
@@ -284,4 +291,4 @@ class PagedRows:
 
     def advance(self, new_tokens: int) -> None:
         """Makes the appended tokens valid. Called once per pass."""
-        self.positions, self.held = self.ends, self.ends.tolist()
+        self.positions, self.held = self.ends, self.holds

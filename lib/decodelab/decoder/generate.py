@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from decodelab.arithmetic.catalog import slots_needed
 from decodelab.decoder.cache import PAD_POSITION, ContextError, KVCache
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import GREEDY, Sampling, sample
@@ -90,25 +91,13 @@ def generate(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: K
     `eos=()` ignores every end token. `stop` strings need a `detokenizer`. All checks are made before any forward pass.
     Raises: ContextError where prompt + max_tokens - 1 slots do not fit, ValueError for other bad arguments.
     """
-    if not isinstance(max_tokens, int) or max_tokens < 0:
-        raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number of 0 or more")
-    eos = {eos} if isinstance(eos, int) else set(eos or ())
-    if not all(isinstance(token, int) for token in eos):
-        raise ValueError(f"eos is {eos}; end tokens are ids, such as tokenizer.end_ids")
+    prompt, eos = checked_request(model, prompt, max_tokens=max_tokens, cache=cache, eos=eos, chunk=chunk)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if stop and detokenizer is None:
         raise ValueError("stop strings need detokenizer=tokenizer.stream(), to turn tokens into text")
-    (prompt,) = checked_prompts(model, [prompt], chunk)
-    held = cache.length if cache is not None else 0
-    slots = held + len(prompt) + max(max_tokens, 1) - 1
-    limit = min(cache.max_len if cache is not None else slots, model.config.max_context)
-    if slots > limit:
-        raise ContextError(_no_room(held + len(prompt), max_tokens, slots, limit, model, cache))
     if max_tokens == 0:
         return iter(())
-    if cache is not None:
-        cache.require(model.config, batch=1, new_tokens=slots - held, dtype=model.dtype)
-    cache = cache if cache is not None else model.new_cache(max_len=slots)
+    cache = cache if cache is not None else model.new_cache(max_len=slots_needed(prompt_tokens=len(prompt), max_tokens=max_tokens))
     return _steps(model, prompt, max_tokens, cache, sampling, generator, eos, StopStrings(stop), detokenizer, chunk)
 
 
@@ -163,6 +152,24 @@ class StopStrings:
         """The held-back text, at the end of a stream that did not stop."""
         text, self.held = self.held, ""
         return text
+
+
+def checked_request(model: Decoder, prompt: Sequence[int], *, max_tokens: int, cache: KVCache | None, eos: Collection[int],
+                    chunk: int | None = None) -> tuple[list[int], set[int]]:  # fmt: skip
+    """The ids and end tokens of a request that can run behind what `cache` holds. Raises: ContextError where it does not fit, ValueError."""
+    if not isinstance(max_tokens, int) or max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number of 0 or more")
+    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    if not all(isinstance(token, int) for token in eos):
+        raise ValueError(f"eos is {eos}; end tokens are ids, such as tokenizer.end_ids")
+    (ids,) = checked_prompts(model, [prompt], chunk)
+    new, held = slots_needed(prompt_tokens=len(ids), max_tokens=max_tokens), cache.length if cache is not None else 0
+    limit = min(cache.max_len if cache is not None else new, model.config.max_context)
+    if held + new > limit:
+        raise ContextError(_no_room(held + len(ids), max_tokens, held + new, limit, model, cache))
+    if cache is not None and max_tokens:
+        cache.require(model.config, batch=1, new_tokens=new, dtype=model.dtype)
+    return ids, eos
 
 
 def checked_prompts(model: Decoder, prompts: Sequence[Sequence[int]], chunk: int | None) -> list[list[int]]:

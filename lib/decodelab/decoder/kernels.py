@@ -211,7 +211,7 @@ class FastPath:
         self.graphs = model.device.type == "cuda"
         self.bucket = BUCKET if self.graphs else CHUNK
         self.ticks = torch.arange(model.config.max_context + 2 * max(BUCKET, CHUNK), device=model.device)
-        self.compiled = set()  # (whether for several rows, for how many threads): torch compiles again where the threads change
+        self.compiled = set()  # (several rows, tokens of a page or 0, threads): torch compiles again where one of them changes
 
     @torch.inference_mode()
     def step(self, ids: Tensor, *, cache: KVCache | PagedRows, positions: Tensor | None = None) -> Tensor:
@@ -220,8 +220,8 @@ class FastPath:
         if kind not in self.compiled:
             self.warm_up(rows=4 if len(ids) > 1 else 1, page_tokens=kind[1])
         if cache.table is not None:
-            key = cache.place(positions)
-            return self.run(ids, cache.offset[:, 0], cache, positions[:, 0], key)
+            cache.enter(positions)
+            return self.run(ids, cache.offset[:, 0], cache, positions[:, 0])
         slots = cache.open(self.bucket)
         slot = torch.full((1,), cache.length, device=ids.device)
         if positions is not None:
@@ -232,8 +232,8 @@ class FastPath:
             cache.graphs[self, slots] = Graph(lambda ids, slot: self.run(ids, slot, cache, slot.expand(len(ids)), self.ticks[:slots]), ids, slot)
         return cache.graphs[self, slots](ids, slot)
 
-    def run(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor, *, mark: bool = False) -> Tensor:
-        """The step, with queries at positions (B,) and keys at (S,) or (B, S). Nothing in it waits for the device.
+    def run(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor | None = None, *, mark: bool = False) -> Tensor:
+        """The step, with queries at positions (B,) and, in a contiguous cache, keys at (S,) or (B, S). Nothing in it waits for the device.
 
         `mark` tells the compiler which sizes will change: the context, the slots or pages, and the rows where there are several.
         """
@@ -247,7 +247,7 @@ class FastPath:
             torch._dynamo.mark_dynamic(x, 0)
         return self.last(x, self.norm, self.head, self.eps)
 
-    def inputs(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor) -> tuple[Tensor, Shared]:
+    def inputs(self, ids: Tensor, slot: Tensor, cache: KVCache | PagedRows, query: Tensor, key: Tensor | None) -> tuple[Tensor, Shared]:
         """The embedded tokens (B, D), and what all layers share."""
         model, page, pages, cos, sin = self.model, None, None, None, None
         if cache.table is None:
@@ -273,8 +273,8 @@ class FastPath:
             if page_tokens:
                 pool = PagePool(some, pages=2 * (pages := -(-WARM_UP_TOKENS // page_tokens)), page_tokens=page_tokens, **made)
                 cache = pool.rows([range(pages)] * rows, [pages * page_tokens - 1] * rows)
-                key = cache.place(query := cache.positions[:, None])
-                self.run(ids, cache.offset[:, 0], cache, query[:, 0], key, mark=True)
+                cache.enter(cache.positions[:, None])
+                self.run(ids, cache.offset[:, 0], cache, cache.positions, mark=True)
             else:
                 cache, slot = KVCache(some, max_len=2 * WARM_UP_TOKENS, batch=rows, **made), torch.zeros(1, dtype=torch.long, device=model.device)
                 self.run(ids, slot, cache, slot.expand(rows), self.ticks[:1].expand(WARM_UP_TOKENS), mark=True)

@@ -92,8 +92,7 @@ class Decoder(nn.Module):
         if positions is None and cache.positions is not None:
             positions = cache.next_positions()[:, None] + torch.arange(tokens, device=ids.device)
         self.require_positions(cache.length + tokens if positions is None else positions)
-        padded = cache.table is not None and bool((positions == PAD_POSITION).any())  # padding has no page to be written to
-        if self.fast is not None and tokens == 1 and not padded:
+        if self.fast is not None and tokens == 1 and (cache.table is None or bool((positions != PAD_POSITION).all())):  # padding has no page
             logits = self.fast.step(ids[:, 0], cache=cache, positions=positions)  # (B, V)
             cache.advance(1)
             return logits[:, None] if every_row else logits

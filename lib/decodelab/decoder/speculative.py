@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decodelab.arithmetic.catalog import slots_needed
 from decodelab.decoder.cache import ContextError, KVCache
-from decodelab.decoder.generate import FinishReason, Phase, generate, prefill
+from decodelab.decoder.generate import FinishReason, Phase, checked_request, prefill
 from decodelab.decoder.model import Decoder
 from decodelab.decoder.sampling import GREEDY, Sampling, probabilities, require_finite
 
@@ -233,13 +234,12 @@ def speculate(target: Decoder, prompt: Sequence[int], *, max_tokens: int, draft:
     the draft. The draft sees only the prompt of a `cache` that holds more. All checks are made before any forward pass.
     Raises: ContextError where prompt + max_tokens - 1 slots do not fit, ValueError for other bad arguments.
     """
-    generate(target, prompt, max_tokens=max_tokens, eos=eos, cache=cache)  # makes its checks; nothing runs
-    prompt, config = [int(token) for token in prompt], target.config
+    (prompt, eos), config = checked_request(target, prompt, max_tokens=max_tokens, eos=eos, cache=cache), target.config
     if not isinstance(k, int) or not 0 <= k < config.max_context:
         raise ValueError(f"k is {k!r}; it must be a whole number from 0 to {config.max_context - 1}, for a block fits {config.name}'s context")
     terms = Terms(prompt_tokens=len(prompt), vocab_size=config.vocab_size, sampling=sampling, generator=generator, allowed=allowed,
-                  eos=frozenset([eos] if isinstance(eos, int) else eos or ()))  # fmt: skip
-    slots = len(prompt) + max(max_tokens, 1) - 1
+                  eos=frozenset(eos))  # fmt: skip
+    slots = slots_needed(prompt_tokens=len(prompt), max_tokens=max_tokens)
     require_way(terms.masks(prompt, [])[0], 0)
     draft.start(target, slots=slots)
     cache = cache if cache is not None else target.new_cache(max_len=slots)

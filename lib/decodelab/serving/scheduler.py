@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+from decodelab.arithmetic.catalog import slots_needed
 from decodelab.arithmetic.latency import Finish
 
 Policy = Literal["mixed", "decode_first", "prefill_first"]
@@ -61,15 +62,6 @@ def pages_for(tokens: int, *, page_tokens: int) -> int:
     [0, 1, 1, 2]
     """
     return -(-tokens // page_tokens)
-
-
-def slots_needed(*, prompt_tokens: int, max_tokens: int) -> int:
-    """Cache slots of a whole request: the last token written is never read, so prompt + max_tokens - 1.
-
-    >>> slots_needed(prompt_tokens=12, max_tokens=4)
-    15
-    """
-    return prompt_tokens + max(max_tokens, 1) - 1
 
 
 def admits(*, free_pages: int, tokens: int, max_tokens_left: int, page_tokens: int, reserve: Reserve = "prompt") -> bool:
