@@ -1,4 +1,4 @@
-"""Puts data/*.csv, data/runs/ and two lists of the labs into the wheel, below decodelab/."""
+"""Puts data/*.csv, data/runs/, the reasoner and two lists of the labs into the wheel, below decodelab/."""
 
 from pathlib import Path
 
@@ -14,6 +14,6 @@ class CourseFiles(BuildHookInterface):
             return
         course = Path(self.root).parent
         lists = [course / "labs" / name for name in ("exercises.py", "techniques.py")]
-        for file in [*course.glob("data/*.csv"), *course.glob("data/runs/**/*"), *lists]:
+        for file in [*course.glob("data/*.csv"), *course.glob("data/runs/**/*"), *course.glob("data/models/reasoner*/*"), *lists]:
             if file.is_file():
                 build_data["force_include"][str(file)] = f"decodelab/{file.relative_to(course).as_posix()}"

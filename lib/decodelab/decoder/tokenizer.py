@@ -46,7 +46,10 @@ class Tokenizer:
         Warns: on two start tokens in a row, which shift every position by one. Raises: ValueError for what is not text.
         """
         _require(isinstance(text, str) and text.encode(errors="ignore").decode() == text, "the text", text, "a str without lone surrogates")
-        ids = ([self.start_id] if start and self.adds_start else []) + self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            ids = ([self.start_id] if start and self.adds_start else []) + self._backend.encode(text, add_special_tokens=False).ids
+        except Exception:  # tokenizers raises bare Exception, where a vocabulary of words has no entry and no unknown token
+            raise ValueError(f"the text {text!r:.60} holds a character or word that is none of this vocabulary's {self.vocab_size:,}") from None
         if self.start_id is not None and ids[:2] == [self.start_id] * 2:
             warnings.warn("two start tokens in a row: this text already has one; encode it with start=False", stacklevel=2)
         return ids
@@ -76,6 +79,11 @@ class Tokenizer:
     def stream(self) -> "TextStream":
         """A decoder that takes one token at a time."""
         return TextStream(self)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Every entry by its id, as the file spells it: two models read the same ids alike where these are equal."""
+        return tuple(self._backend.id_to_token(i) or "" for i in range(self._last + 1))
 
     def _text_of(self, token_id: int | None) -> str:
         return "" if token_id is None else self._backend.id_to_token(token_id) or ""

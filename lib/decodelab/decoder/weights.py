@@ -23,6 +23,7 @@ from decodelab.decoder.memory import free_memory_bytes
 from decodelab.decoder.model import Decoder, rotary_frequencies
 
 LAB_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+REASONERS = ("reasoner", "reasoner-draft")  # trained for the course by labs/reasoner/train.py
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")  # of stored tensors
 DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -37,7 +38,8 @@ class LoadError(ValueError):
 
 def load(source: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None, path: str = "auto",
          say: Callable[[str], None] = print) -> Decoder:  # fmt: skip
-    """The model in `source`: a .gguf file, a Hugging Face folder, a hub name "org/model", or "smollm2-135m", the lab's own.
+    """The model in `source`: a .gguf file, a Hugging Face folder, a hub name "org/model", or one of the lab's own,
+    "smollm2-135m", "reasoner" and "reasoner-draft".
 
     Without `dtype` it is `default_dtype(device)`; "int8" makes the matrices int8 and computes in that default. `path` is how
     decode steps run: "fast" (compiled, see kernels.py), "eager", or "auto", fast where it compiles. Everything is checked
@@ -148,12 +150,13 @@ def _empty(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Dec
 
 
 def find(source: str | Path) -> Path:
-    """The .gguf file or the folder that `source` means; a hub name is downloaded.
+    """The .gguf file or the folder that `source` means, one of the course's own by its name; a hub name is downloaded.
 
     Raises: LoadError for pickled weights, an unknown name, a file that is not there.
     """
     try:
-        path = Path(source if str(source).strip() else None).expanduser()
+        shipped = isinstance(source, str) and source in REASONERS  # before a folder of that name: the labs have one
+        path = catalog.data_dir() / "models" / source if shipped else Path(source if str(source).strip() else None).expanduser()
         folder, file = path.is_dir(), path.is_file()
     except (TypeError, RuntimeError, OSError) as error:  # empty or no text, "~nobody/m", a name too long
         raise LoadError(f"{str(source)[:80]!r} is empty, too long or not a path ({type(error).__name__}); give a file, folder or name") from None
