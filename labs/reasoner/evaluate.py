@@ -32,15 +32,6 @@ BEYOND = {  # problems of sizes that training never showed
 }
 
 
-def held_out(name: str, count: int) -> list[Problem]:
-    """Different problems that training left out, the same for one seed."""
-    rng, found = Random(SEED), {}
-    while len(found) < count:
-        if (problem := tasks.TASKS[name].draw(rng)).held_out:
-            found[problem.prompt] = problem
-    return list(found.values())
-
-
 def accuracy(model: Decoder, tokenizer: Tokenizer, problems: Sequence[Problem]) -> dict:
     """What the full trace achieves, and how long prompts and traces are."""
     result = thinking.think(model, tokenizer, problems, tasks=tasks.TASKS, budget=BUDGET)
@@ -82,7 +73,7 @@ def main() -> None:
             "machine": asdict(machine.describe()), "dtype": "float32", "budget": BUDGET, "seed": SEED,
             "training": {name: json.loads((args.models / name / "training.json").read_text()) for name in weights.REASONERS},
             "step": step_ratio((target, draft)),
-            "tasks": {name: accuracy(target, tokenizer, held_out(name, args.problems)) for name in tasks.TASKS},
+            "tasks": {name: accuracy(target, tokenizer, tasks.held_out_problems(name, args.problems, seed=SEED)) for name in tasks.TASKS},
             "beyond": {name: accuracy(target, tokenizer, [draw(Random(seed)) for seed in range(args.problems // 4)])
                        for name, draw in BEYOND.items()}}  # fmt: skip
     print(table(card))

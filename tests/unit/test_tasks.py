@@ -3,8 +3,10 @@
 import itertools
 from random import Random
 
+import nbformat
 import pytest
 
+import course
 from decodelab.teaching import tasks
 from decodelab.teaching.tasks import DIGITS, ITEMS, SMALL, TASKS, VOCABULARY
 
@@ -212,6 +214,25 @@ def test_more_held_out_problems_than_there_are_is_an_error(monkeypatch):
     assert len(tasks.held_out_problems("collatz", 6, seed=0)) == 6
     with pytest.raises(ValueError, match="7 held-out problems of collatz were asked and 6 found; ask for fewer"):
         tasks.held_out_problems("collatz", 7, seed=0)
+
+
+# ---- what lesson 10 says of the law of lengths ---------------------------------------------------------------------------
+
+
+def test_the_numbers_in_the_prose_of_lesson_10():
+    """Its example read aloud, the two short walks, how wide the law is, and where it is thinner."""
+    [path] = course.ROOT.glob("lessons/10_*.ipynb")
+    prose = "\n".join(cell.source for cell in nbformat.read(str(path), as_version=4).cells)
+    walk = split(tasks.collatz(416).trace)
+    assert "`C614=` asks for 416" in prose and "`802₁` is the number 208 after 1 step, `61₀₁` is 16 after 10" in prose
+    assert tasks.collatz(416).held_out and (walk[0], walk[9]) == ((208, 1), (16, 10))
+    assert "208 after one step, 104 after two, " + ", ".join(str(n) for n, _ in walk[2:-1]) + ", and 1 after fourteen" in prose and len(walk) == 14
+    assert "9 takes 61 tokens, 8 takes 6" in prose and (len(tasks.collatz(9).trace), len(tasks.collatz(8).trace)) == (61, 6)
+    lengths = [len(problem.trace) for start in range(2, 10_000) if (problem := tasks.collatz(start)).held_out]
+    assert "thinner, about 400 to 500 tokens" in prose
+    before, thin, after = (sum(least < length <= least + 100 for length in lengths) for least in (300, 400, 500))
+    assert thin < 0.75 * min(before, after)
+    assert "prompts 4 to 7 tokens" in prose and {1 + len(tasks.collatz(start).prompt) for start in (2, 10, 100, 1_000, 9_999)} == {4, 5, 6, 7}
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
