@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from decodelab.arithmetic import catalog, cost, planning
+from decodelab.arithmetic import catalog, cost, planning, speculation
 from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.cost import Constants
 from decodelab.arithmetic.latency import RequestRecord, percentiles, summarise_requests
@@ -65,6 +65,36 @@ def step_factor(config: ModelConfig, constants: Constants, *, context: int, a_fa
 def expanded_kv_bytes(config: ModelConfig, *, context: int, dtype_bytes: float) -> float:
     """Bytes of K and V a step moves when they are copied to every query head first: read, copies written, copies read."""
     return (1 + 2 * config.n_heads // config.n_kv_heads) * cost.kv_bytes(config, context=context, dtype_bytes=dtype_bytes)
+
+
+def kept_drafts(drafts: Sequence[int], *, p: Sequence[Sequence[float]], q: Sequence[Sequence[float]], uniforms: Sequence[float]) -> int:
+    """How many drafts a round keeps; decoder/speculative.verify is the same rule on tensors."""
+    for kept, (draft, of_p, of_q, uniform) in enumerate(zip(drafts, p, q, uniforms, strict=True)):
+        if uniform * of_q[draft] >= of_p[draft]:
+            return kept
+    return len(drafts)
+
+
+def replacement(token: int, *, p: Sequence[float], q: Sequence[float]) -> float:
+    """The probability that `token` takes the place of a rejected draft; decoder/speculative.residual has all of them."""
+    return max(0.0, p[token] - q[token]) / (1 - speculation.overlap(p, q))
+
+
+def tokens_per_round(acceptance: float, k: int) -> float:
+    """Tokens that a round of `k` drafts writes on average, each tested draft kept with the same probability."""
+    return speculation.expected_tokens(acceptance, k)
+
+
+def break_even(k: int, *, draft_cost: float, pass_cost: float) -> float:
+    """The acceptance at which a round of `k` drafts gains nothing and loses nothing; both costs in steps of the target."""
+    return speculation.RoundPrice(k=k, step_s=1.0, draft_s=k * draft_cost, verify_s=pass_cost).break_even
+
+
+def drafts_to_ask(acceptance: float, *, draft_s: float, pass_s: Sequence[float]) -> int:
+    """The K of the largest speed-up, 0 where none gains. `pass_s[k]` is a pass of k + 1 tokens, `pass_s[0]` the plain step."""
+    prices = [speculation.RoundPrice(k=k, step_s=pass_s[0], draft_s=k * draft_s, verify_s=seconds) for k, seconds in enumerate(pass_s)]
+    best = speculation.best_k(prices, acceptance)
+    return best.k if best else 0
 
 
 def admitted(queue: Sequence[tuple[int, int]], *, free_pages: int, page_tokens: int, reserve: scheduler.Reserve) -> int:
@@ -201,6 +231,72 @@ def _pass_cases() -> list[Case]:
     return _cases(rows, ("new_tokens", "context", "batch", "dtype_bytes"))
 
 
+def _random_odds(rng: random.Random, tokens: int) -> tuple[float, ...]:
+    """A distribution over a few tokens, in hundredths, now and then with a token that is never said."""
+    cuts = sorted(rng.randint(0, 100) for _ in range(tokens - 1))
+    return tuple((high - low) / 100 for low, high in zip((0, *cuts), (*cuts, 100), strict=True))
+
+
+P, Q = (0.6, 0.3, 0.1), (0.3, 0.4, 0.3)
+"""The lesson's target and draft."""
+
+
+def _draft_cases() -> list[Case]:
+    """The lesson's p and q, rounds kept whole, up to the first and to the middle, a draft the target never says, then random rounds."""
+    rng = random.Random(51)
+    rows = [((0,), [P], [Q], (0.99,)), ((1, 0), [P, P], [Q, Q], (0.7, 0.5)), ((2, 0), [P, P], [Q, Q], (0.4, 0.2)), ((0, 2, 1), [P, Q, P], [Q, P, P], (0.9, 0.9, 0.9)),
+            ((1,), [(1.0, 0.0)], [(0.5, 0.5)], (0.0,)), ((1, 1), [(0.2, 0.8), (0.7, 0.3)], [(0.0, 1.0), (0.0, 1.0)], (0.6, 0.25))]  # fmt: skip
+    for _ in range(10):
+        tokens, k = rng.randint(2, 5), rng.randint(1, 5)
+        p, q = ([_random_odds(rng, tokens) for _ in range(k)] for _ in range(2))
+        rows.append((tuple(rng.choices(range(tokens), each)[0] for each in q), p, q, tuple(rng.random() for _ in range(k))))
+    cases = []
+    for drafts, p, q, uniforms in rows:
+        of_p, of_q = (", ".join(f"{each[draft]:g}" for each, draft in zip(row, drafts, strict=True)) for row in (p, q))
+        label = f"drafts {', '.join(map(str, drafts))} with p {of_p}, q {of_q}, uniforms {', '.join(f'{u:.3g}' for u in uniforms)}"
+        cases.append(Case(label, (drafts,), {"p": p, "q": q, "uniforms": uniforms}))
+    return cases
+
+
+def _replacement_cases() -> list[Case]:
+    """Each token of the lesson's p and q, a greedy draft, then random pairs."""
+    rng = random.Random(52)
+    rows = [(token, P, Q) for token in range(3)] + [(0, Q, P), (0, (0.5, 0.2, 0.3), (0.0, 1.0, 0.0)), (2, (0.5, 0.2, 0.3), (0.0, 1.0, 0.0))]
+    for _ in range(8):
+        tokens = rng.randint(3, 5)
+        p, q = _random_odds(rng, tokens), _random_odds(rng, tokens)
+        rows.append((max(range(tokens), key=lambda at, p=p, q=q: p[at] - q[at]), p, q))
+    return _cases(rows, ["p", "q"])
+
+
+def _round_cases() -> list[Case]:
+    """(acceptance, k), with nothing drafted, nothing kept and everything kept among them."""
+    pairs = [(a, k) for a in (0.3, 0.7, 0.95) for k in (1, 2, 4, 8)] + [(0.0, 4), (1.0, 4), (0.7, 0)]
+    return [Case(f"acceptance={a:g}, k={k}", (a, k)) for a, k in pairs]
+
+
+def _even_cases() -> list[Case]:
+    """Rounds that cost more than a step and less than k + 1 of them."""
+    rng = random.Random(54)
+    rows = [(4, 0.1, 1.0), (4, 0.1, 1.5), (1, 0.1, 1.2), (8, 0.1, 1.2), (2, 0.5, 1.4), (4, 0.0, 1.3)]
+    for _ in range(8):
+        k = rng.randint(2, 10)
+        rows.append((k, round(rng.uniform(0.01, 0.5), 2), round(rng.uniform(1, 1.8), 2)))
+    return _cases(rows, ["draft_cost", "pass_cost"])
+
+
+def _machine_cases() -> list[Case]:
+    """Measured-looking milliseconds: flat passes and steep ones, cheap drafts and dear ones, good guesses and bad."""
+    rng, cases = random.Random(55), []
+    for number in range(16):
+        step, slope, cost_of_draft = rng.uniform(1e-3, 4e-2), (0.0, 0.02, 0.1, 0.4)[number % 4], (0.02, 0.1, 0.3, 0.9)[number // 4]
+        pass_s = tuple(round(step * (1 + slope * k), 6) for k in range(10))
+        draft_s, acceptance = round(cost_of_draft * step, 6), (0.5, 0.8, 0.9, 0.97, 0.65)[number % 5]
+        label = f"acceptance={acceptance:g}, a draft {1e3 * draft_s:.3g} ms, passes {1e3 * pass_s[0]:.3g} to {1e3 * pass_s[-1]:.3g} ms"
+        cases.append(Case(label, (acceptance,), {"draft_s": draft_s, "pass_s": pass_s}))
+    return cases
+
+
 def _queue_cases() -> list[Case]:
     """Queues that a large request blocks, that fill the pool to its last page, that fit whole; then random ones."""
     rng = random.Random(41)
@@ -279,6 +375,31 @@ def _started(need: Callable[[int, int, str, int], float], *, gives: bool = True,
         return started
 
     return count
+
+
+def _kept(keeps: Callable[[float, float, float], bool], *, to_the_first: bool = True) -> Callable:
+    """Drafts kept by another rule of (p, q, uniform number) of one draft; also behind a rejected one where asked."""
+
+    def count(drafts, *, p, q, uniforms):
+        kept = [keeps(*row) for row in zip(*([odds[at] for odds, at in zip(each, drafts, strict=True)] for each in (p, q)), uniforms, strict=True)]
+        return [*kept, False].index(False) if to_the_first else sum(kept)
+
+    return count
+
+
+def _replaced(left: Callable[[float, float], float], total: Callable[[list[float], float], float] = lambda left, kept: sum(left)) -> Callable:
+    """A replacement drawn from other leftovers of (p, q), divided by another total of them and of the share kept."""
+    return lambda token, *, p, q: left(p[token], q[token]) / total([left(*pair) for pair in zip(p, q, strict=True)], speculation.overlap(p, q))
+
+
+def _even(steps: Callable[[int, float, float], float]) -> Callable:
+    """A break-even of a round that takes another number of steps, given (k, draft cost, pass cost); at most all k + 1 tokens."""
+    return lambda k, *, draft_cost, pass_cost: speculation.acceptance_for(min(k + 1, steps(k, draft_cost, pass_cost)), k)
+
+
+def _asked(gain: Callable[[float, int, float, Sequence[float]], float], *, least: int = 0) -> Callable:
+    """The K with the largest gain of (acceptance, k, draft seconds, pass seconds), from `least` on."""
+    return lambda acceptance, *, draft_s, pass_s: max(range(least, len(pass_s)), key=lambda k: gain(acceptance, k, draft_s, pass_s))
 
 
 def _pages_needed(tokens: int, left: int, reserve: str, page_tokens: int) -> int:
@@ -552,6 +673,61 @@ _ALL = (
         ("what is copied has to be read first", lambda m, **k: 2 * m.n_heads / m.n_kv_heads * cost.kv_bytes(m, **k)),
         ("a KV head is copied for the query heads of its group: n_heads / n_kv_heads", lambda m, **k: (1 + 2 * m.n_heads) * cost.kv_bytes(m, **k)),
         ("every layer copies its own K and V", lambda m, **k: expanded_kv_bytes(m, **k) / m.n_layers), behind=cost.kv_bytes),
+    _exercise(kept_drafts, (9, 2, 3), _draft_cases,
+        "Write `kept_drafts(drafts, *, p, q, uniforms)`: how many of a round's drafts are kept. `drafts` are token ids; of the draft at place i, `q[i]` is the "
+        "distribution it was drawn from, `p[i]` the target's there and `uniforms[i]` a random number, at least 0 and less than 1. A draft x is kept with "
+        "probability min(1, p(x) / q(x)).",
+        ("what stands behind a rejected draft was guessed after a token that is not there: stop at the first", _kept(lambda p, q, u: u * q < p, to_the_first=False)),
+        ("a draft that q says more often than p is kept sometimes, not never: with probability p/q", _kept(lambda p, q, u: p >= q)),
+        ("q has thrown its dice already: hold the number against p/q, not against p", _kept(lambda p, q, u: u < p)),
+        ("upside down: p over q", _kept(lambda p, q, u: u * p < q)),
+        ("a number below p/q keeps the draft", _kept(lambda p, q, u: u * q >= p)),
+        ("a number may be 0, and what the target never says is never kept: below p/q, not at it", _kept(lambda p, q, u: u * q <= p)),
+        ("each place has distributions of its own", lambda drafts, *, p, q, uniforms: kept_drafts(drafts, p=[p[0]] * len(p), q=[q[0]] * len(q), uniforms=uniforms)),
+        ("the token behind the kept ones is the target's own, not a draft", lambda drafts, **k: kept_drafts(drafts, **k) + 1)),
+    _exercise(replacement, (7, 2, 3), _replacement_cases,
+        "Write `replacement(token, *, p, q)`: the probability that `token` is what takes the place of a rejected draft, so that the token written is distributed "
+        "as `p` whatever `q` is. Kept drafts have brought min(p, q) of each token; what is missing?",
+        ("that is p in all; the kept drafts have brought a part of it already", lambda token, *, p, q: p[token]),
+        ("these do not add up to 1: a draft that is rejected is always replaced", _replaced(lambda p, q: max(0.0, p - q), lambda left, kept: 1)),
+        ("of a token that q says often enough nothing is missing, and never less than nothing", _replaced(lambda p, q: p - q, lambda left, kept: 1 - kept)),
+        ("upside down: what p has more than q", _replaced(lambda p, q: max(0.0, q - p))),
+        ("what the kept drafts have brought is missing no more: p - q, not p", _replaced(lambda p, q: p if p > q else 0.0)),
+        ("divide by what is missing, not by what was kept", _replaced(lambda p, q: max(0.0, p - q), lambda left, kept: kept)),
+        ("what q says too often is not missing", _replaced(lambda p, q: abs(p - q))), behind=speculation.overlap),
+    _exercise(tokens_per_round, (6, 2, 3), _round_cases,
+        "Write `tokens_per_round(acceptance, k)`: the tokens that a round of `k` drafts writes on average, when each draft that is tested is kept with "
+        "probability `acceptance`. A round always writes one token of the target's own. Both 0 and 1 are probabilities.",
+        ("a draft is tested only if all those before it were kept", lambda acceptance, k: 1 + k * acceptance),
+        ("behind the kept drafts stands a token of the target's own", lambda acceptance, k: speculation.expected_tokens(acceptance, k) - 1),
+        ("one kept draft counts too, not only the whole round", lambda acceptance, k: 1 + k * acceptance**k),
+        ("there are k drafts, and so k + 1 terms", lambda acceptance, k: speculation.expected_tokens(acceptance, max(0, k - 1))),
+        ("that would be all of them kept", lambda acceptance, k: k + 1), behind=speculation.expected_tokens),
+    _exercise(break_even, (10, 3, 3), _even_cases,
+        "Write `break_even(k, *, draft_cost, pass_cost)`: the acceptance at which a round of `k` drafts takes as long per token as plain decoding. A draft costs "
+        "`draft_cost` steps of the target, the pass that reads them all `pass_cost`. No formula gives it: halve an interval until it is right to eight digits.",
+        ("a draft counts only if all those before it were kept: 1 + a + … + a^k, not 1 + k·a", lambda k, *, draft_cost, pass_cost: (k * draft_cost + pass_cost - 1) / k),
+        ("k ends the sum: 1 / (1 - a) is a round without end", lambda k, *, draft_cost, pass_cost: 1 - 1 / (k * draft_cost + pass_cost)),
+        ("the pass over k + 1 tokens is paid too, at its own price", _even(lambda k, draft, reading: k * draft + 1)),
+        ("the drafts are made one after the other: k of them", _even(lambda k, draft, reading: draft + reading)),
+        ("drafts are not free", _even(lambda k, draft, reading: reading)),
+        ("the target's own token counts too", _even(lambda k, draft, reading: k * draft + reading + 1)),
+        ("k drafts, not k + 1: the draft does not read its last one", _even(lambda k, draft, reading: (k + 1) * draft + reading)),
+        ("the pass is one for all drafts", _even(lambda k, draft, reading: k * (draft + reading))), behind=speculation.acceptance_for),
+    _exercise(drafts_to_ask, (9, 3, 3), _machine_cases,
+        "Write `drafts_to_ask(acceptance, *, draft_s, pass_s)`: the K that writes the most tokens per second, where `draft_s` is the seconds of one draft and "
+        "`pass_s[k]` those of a pass over the last token and k drafts. `pass_s[0]` is the plain step; where no K gains, the answer is 0.",
+        ("tokens per second, not per round: the longest round writes the most", _asked(lambda a, k, draft, reading: k)),
+        ("K = 0 is a choice too: where no round gains, do not speculate", _asked(
+            lambda a, k, draft, reading: speculation.expected_tokens(a, k) / (k * draft + reading[k]), least=1)),
+        ("drafts are not free", _asked(lambda a, k, draft, reading: speculation.expected_tokens(a, k) / reading[k])),
+        ("the drafts are made one after the other: k of them", _asked(lambda a, k, draft, reading: speculation.expected_tokens(a, k) / ((k > 0) * draft + reading[k]))),
+        ("a longer pass takes longer: pass_s[k], not pass_s[0]", _asked(lambda a, k, draft, reading: speculation.expected_tokens(a, k) / (k * draft + reading[0]))),
+        ("a draft counts only if all those before it were kept", _asked(lambda a, k, draft, reading: (1 + k * a) / (k * draft + reading[k]))),
+        ("the target's own token counts too", _asked(
+            lambda a, k, draft, reading: (speculation.expected_tokens(a, k) - 1) / (k * draft + reading[k]) if k else 1 / reading[0])),
+        ("that still gains, but another K gains more", lambda acceptance, *, draft_s, pass_s: max(
+            k for k, taken in enumerate(pass_s) if not k or speculation.expected_tokens(acceptance, k) * pass_s[0] > k * draft_s + taken)), behind=speculation.best_k),
     _exercise(scheduler.pages_for, (4, 1, 3), lambda: _cases([(tokens, size) for size in (1, 4, 16) for tokens in (0, 1, 15, 16, 17)], ["page_tokens"]),
         "Write `pages_for(tokens, *, page_tokens)`: how many pages of `page_tokens` slots hold `tokens` tokens of one sequence.",
         ("a page that is used in part is held whole: round up", lambda tokens, *, page_tokens: tokens // page_tokens),

@@ -21,12 +21,21 @@ from decodelab.arithmetic import catalog, cost, engines, workload
 from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.cost import Growth, kv_bytes_per_token
 from decodelab.arithmetic.records import Card, Line, fit_line
+from decodelab.arithmetic.speculation import expected_tokens
 from decodelab.arithmetic.workload import Arrival
 from decodelab.decoder import kernels, weights
 from decodelab.decoder.cache import KVCache
 from decodelab.decoder.generate import decode_step, prefill
 from decodelab.decoder.model import Attention, Decoder, Pass, rotate, visible_keys
 from decodelab.decoder.sampling import sample
+from decodelab.decoder.speculative import (
+    Drafter,
+    DraftModel,
+    PromptLookup,
+    acceptance_by_place,
+    speculate,
+)
+from decodelab.decoder.tokenizer import load_tokenizer
 from decodelab.measuring import machine
 from decodelab.measuring.clock import interleaved
 from decodelab.measuring.experiments import step_calls, warm_weights
@@ -425,6 +434,25 @@ def computed(before: float, after: float) -> Change:
     return Change(before, after, predicted=after / before, how="computed: simulated")
 
 
+def drafted(target: Decoder, prompt: Sequence[int], draft: Drafter, *, tokens: int, k: int = 4) -> dict[str, Change]:
+    """Passes of the target per token behind the prefill, one without drafts; the formula's factor is 1 / tokens per round at this acceptance."""
+    rounds = list(speculate(target, prompt, max_tokens=tokens, draft=draft, k=k))[1:]
+    first, behind = acceptance_by_place(rounds)
+    expected = sum(expected_tokens(behind, each.proposed, first=first) for each in rounds) / len(rounds)
+    return {"passes": Change(1, len(rounds) / sum(each.emitted for each in rounds), predicted=1 / expected, how="counted")}
+
+
+def draft_of_one_layer(budget_s: float, card: Card) -> dict[str, Change]:
+    target, small = (weights.load(name, device=card.machine.device, dtype="float32", path="eager") for name in ("reasoner", "reasoner-draft"))
+    words = load_tokenizer("reasoner")
+    return drafted(target, words.encode("C301="), DraftModel(small), tokens=128)
+
+
+def prompt_lookup(budget_s: float, card: Card) -> dict[str, Change]:
+    model = on(card, replace(tiny(), tied_embeddings=True), path="eager")
+    return drafted(model, [1, 2, 3], PromptLookup(), tokens=56)
+
+
 def continuous(budget_s: float, card: Card) -> dict[str, Change]:
     arrivals = workload.workload("reasoning", 64, rate_per_s=1e6, seed=1, scale=8, max_context=CONTEXTS[1])
     was, now = (served(shape(card), card, arrivals, static=static).summary for static in (True, False))
@@ -497,6 +525,12 @@ _ALL = (
     ("pages instead of max_len slots", {"a": "same", "b": "same", "capacity": "cut"}, paged,
         "A page is taken when it is needed, not when the request arrives. A step still reads each cached token once.",
         "Where no kernel reads pages in place: eager PyTorch copies them first. This decoder's compiled loop does more arithmetic per page, which fast memory shows in b."),
+    ("a draft of one layer for a target of ten", {"passes": "cut"}, draft_of_one_layer,
+        "One pass of the target reads four drafts and its own last token, and keeps what it would have written itself.",
+        "Where drafts are often wrong or dear, and in batches at the ridge: then a pass over five tokens costs more than a step, and the time per token rises."),
+    ("prompt lookup, on a text that repeats itself", {"passes": "cut"}, prompt_lookup,
+        "What followed the last time is drafted again, for nothing, and one pass checks four tokens of it.",
+        "In text that says something new: every wrong copy makes a pass wider and brings nothing."),
     ("continuous instead of static batching", {"token": "cut"}, continuous,
         "A request that ends gives its place to the next one at once; a static batch computes padding until its longest has ended.",
         "With one sequence at a time, or with answers of equal length, there is no padding to save."),

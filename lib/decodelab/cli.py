@@ -62,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
         commands, "saturation", run_saturation, "read bandwidth reached against bytes per step, and tokens/s against batch up to the ridge"
     )
     _measured(saturation, budget_s=20.0)
+    drafts = _command(
+        commands, "speculate", run_speculate, "decode texts of ten kinds with drafts and without: acceptance, and the speed-up predicted and measured"
+    )
+    drafts.add_argument("--task", nargs="+", action="extend", metavar="NAME", help="copy, code, json, json_unmasked, ... (default: all)")
+    drafts.add_argument("--k", type=int, metavar="DRAFTS", help="drafts per round (default: each task's own); 0 is plain decoding")
+    _measured(drafts, budget_s=45.0)
     validate = _command(commands, "validate", run_validate, "the cost model against published decode speeds, each row predicted with itself left out")
     validate.add_argument("--rows", metavar="FILE", help="a CSV with the columns of data/measured_decode.csv: fit on the shipped rows, predict these")
     simulator.options(
@@ -218,6 +224,15 @@ def run_saturation(arguments: argparse.Namespace) -> tuple[dict, str]:
               f"{units.format_bandwidth(point.read_bytes_per_s):>12}{units.format_flop_rate(point.flops_per_s):>16}{point.batch / point.step_s:>10.0f}"
               for point in result.points]  # fmt: skip
     return result.to_json(), "\n".join([*lines, f"roof {units.format_bandwidth(result.roof_bytes_per_s)}, ridge at batch {result.ridge_batch:.1f}"])
+
+
+def run_speculate(arguments: argparse.Namespace) -> tuple[dict, str]:
+    """`decodelab speculate`."""
+    from decodelab.measuring import speculation
+
+    result = speculation.run(arguments.task or speculation.SETTINGS, k=arguments.k, dtype=_torch_dtype(arguments), path=arguments.path,
+                             device=arguments.device, budget_s=arguments.budget, say=say)  # fmt: skip
+    return result.to_json(), str(result)
 
 
 def run_validate(arguments: argparse.Namespace) -> tuple[dict, str]:

@@ -18,7 +18,7 @@ SOLUTIONS = ROOT / "labs" / "solutions"
 SELF_CHECK = "A self-check: your code and the checks share one kernel."
 
 AFRESH = """from importlib import import_module as _import, reload as _reload
-for _name in ("arithmetic.cost", "arithmetic.planning", "teaching.exercises"):
+for _name in ("arithmetic.cost", "arithmetic.planning", "arithmetic.speculation", "teaching.exercises"):
     exercises = _reload(_import(f"decodelab.{_name}"))
 """
 """Put before each check, so that the library's own is called whatever the notebook bound to these names; labs/exercises.py is read again."""

@@ -92,7 +92,8 @@ def test_the_ledger_has_a_row_for_every_toggle():
     assert len(ROWS) >= 16
     claimed = {(quantity, kind) for row in ROWS.values() for quantity, kind in row.claims.items()}
     assert {quantity for quantity, _ in claimed} == set(ledger.QUANTITIES)
-    assert {kind for quantity, kind in claimed if quantity == "passes"} == {"same"}, "no technique of this lab shortens the chain"
+    shorter = {name for name, row in ROWS.items() if row.claims.get("passes") == "cut"}
+    assert shorter == {"a draft of one layer for a target of ten", "prompt lookup, on a text that repeats itself"}, "only drafts shorten the chain"
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -112,7 +113,8 @@ def test_what_is_counted_or_computed_has_the_claimed_class_on_every_machine(chan
         if quantity in COUNTED or change.how.startswith("computed"):
             assert ledger.class_of(change.factor) == ROWS[name].claims[quantity], quantity
         if quantity in COUNTED and change.predicted is not None:
-            assert change.factor == pytest.approx(change.predicted, rel=0.02), quantity
+            within = 0.05 if ROWS[name].claims[quantity] == "cut" and quantity == "passes" else 0.02  # drafts are accepted by chance
+            assert change.factor == pytest.approx(change.predicted, rel=within), quantity
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("weights that fit the last-level cache", "compiled instead of eager")])

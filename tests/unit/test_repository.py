@@ -78,7 +78,7 @@ def test_the_library_stays_small():
     """No function above 50 lines, half of them at most 10. The aim is 4,500 non-blank lines in all and 1,300 in decoder/.
 
     The compiled path, int8, CUDA graphs and pages took decoder/ above its aim; serving/ with its workloads and records is as large as
-    the decoder. The bounds below keep each from growing.
+    the decoder, and speculation, grammars, the reasoner's tasks and its budgets are 900 more. The bounds below keep each from growing.
     """
     lines = {module: sum(1 for line in module.open(encoding="utf-8") if line.strip()) for module in MODULES}
     total = sum(lines.values())
@@ -93,8 +93,8 @@ def test_the_library_stays_small():
     print(f"library {total:,} of 4,500 non-blank lines; decoder {decoder:,} of 1,300; functions: median {median:.0f}")
     assert {name: count for name, count in functions.items() if count > 50} == {}
     assert median <= 10
-    assert total <= 7_500
-    assert decoder <= 1_900
+    assert total <= 8_400
+    assert decoder <= 2_100
 
 
 def code_lines(function: ast.FunctionDef) -> int:

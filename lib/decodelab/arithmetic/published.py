@@ -263,6 +263,41 @@ def table(result: Mapping) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeculationRow:
+    """One published result of speculative decoding. None where the source gives no plain number."""
+
+    method: str
+    target: str
+    draft: str
+    task: str
+    temperature: str
+    framework: str
+    source: str
+    batch: float | None
+    k: float | None
+    acceptance: float | None
+    tokens: float | None  # per pass of the target, as counted; a number that was worked out from the acceptance is left out
+    speedup: float | None
+
+    @property
+    def round_steps(self) -> float | None:
+        """What a round cost, in plain steps: tokens per round over speed-up."""
+        return self.tokens / self.speedup if self.tokens and self.speedup else None
+
+
+def speculation_rows() -> list[SpeculationRow]:
+    """Every row of data/spec_decode.csv. Taught in: lessons/07."""
+
+    def plain(text: str) -> float | None:
+        return float(text) if re.fullmatch(r"\d*\.?\d+", text) else None
+
+    names = {"k": "gamma", "acceptance": "alpha", "tokens": "accept_length", "batch": "batch", "speedup": "speedup"}
+    return [SpeculationRow(**{name: raw[name] for name in ("method", "target", "draft", "task", "temperature", "framework", "source")},
+                           **{name: None if name == "tokens" and "computed here" in raw["notes"] else plain(raw[column])
+                              for name, column in names.items()}) for raw in catalog.read_table("spec_decode.csv")]  # fmt: skip
+
+
 ENGINES = {  # engine_class: Hardware.kind, hw_class, its decode rows (framework or source), its prefill rows
     "datacenter": ("gpu", "NVIDIA datacenter", "silybench", "H100 SXM vLLM"),
     "consumer": ("gpu", "NVIDIA consumer/workstation", "llama.cpp CUDA", "RTX"),

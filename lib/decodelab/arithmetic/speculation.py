@@ -2,7 +2,8 @@
 
     speed-up = expected_tokens(acceptance, K) * step_s / (K draft steps + one pass of K + 1 tokens)
 
-`acceptance` is the probability that a tested draft is kept, taken as the same at each place and independent.
+`acceptance` is the probability that a tested draft is kept, taken as the same at each place and independent. Copies from the
+text come in runs, so for them the `first` draft of a block has a probability of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,19 +24,20 @@ def overlap(p: Sequence[float], q: Sequence[float]) -> float:
     return sum(min(pair) for pair in zip(p, q, strict=True))
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
+def expected_tokens(acceptance: float, k: int, *, first: float | None = None) -> float:
     """Tokens that a round with `k` drafts emits: the accepted ones and one of the target's own.
 
-        1 + a + ... + a^k = (1 - a^(k+1)) / (1 - a)
+        1 + a + ... + a^k = (1 - a^(k+1)) / (1 - a), with `first`: 1 + first * (1 + a + ... + a^(k-1))
 
     Source: Leviathan et al. 2023, equation 1. Taught in: lessons/07. Raises: ValueError for acceptance outside 0 ... 1, k below 0.
 
-    >>> [round(expected_tokens(0.7, k), 4) for k in (1, 2, 4)]
-    [1.7, 2.19, 2.7731]
+    >>> [round(expected_tokens(0.7, k), 4) for k in (1, 2, 4)], expected_tokens(1.0, 8, first=0.5)
+    ([1.7, 2.19, 2.7731], 5.0)
     """
-    if not 0 <= acceptance <= 1 or k < 0:
-        raise ValueError(f"acceptance is {acceptance} and k {k}; acceptance must be from 0 to 1 and k at least 0")
-    return sum(acceptance**place for place in range(k + 1))
+    first = acceptance if first is None else first
+    if wrong := [each for each in (acceptance, first) if not 0 <= each <= 1 or k < 0]:
+        raise ValueError(f"acceptance is {wrong[0]} and k {k}; acceptance must be from 0 to 1 and k at least 0")
+    return 1 + first * sum(acceptance**place for place in range(k))
 
 
 def acceptance_for(tokens: float, k: int) -> float | None:
@@ -78,7 +80,7 @@ class RoundPrice:
 
     def speedup(self, acceptance: float) -> float:
         """Decoding time without speculation over the time with it; below 1 it loses."""
-        return expected_tokens(acceptance, self.k) * self.step_s / (self.draft_s + self.verify_s)
+        return speedup([self], acceptance)
 
     @property
     def break_even(self) -> float | None:
@@ -102,6 +104,21 @@ def round_price(target: ModelConfig, constants: Constants, *, k: int, context: i
     return RoundPrice(
         k=k, step_s=step_s, draft_s=draft_s, verify_s=verify_time(target, blocks, k=k, context=context, batch=batch, **formats) if k else step_s
     )
+
+
+def speedup(rounds: Iterable[RoundPrice], acceptance: float, *, first: float | None = None) -> float:
+    """Decoding time without speculation over the time with it, of rounds that differ in price and number of drafts.
+
+    A prompt lookup finds nothing in one round and a full block in the next: the mean of their k has not their mean price.
+    Raises: ValueError where there is no round.
+    """
+    tokens_s, rounds_s = 0.0, 0.0
+    for each in rounds:
+        tokens_s += expected_tokens(acceptance, each.k, first=first) * each.step_s
+        rounds_s += each.draft_s + each.verify_s
+    if not rounds_s:
+        raise ValueError("there is no round to price; a request needs at least two tokens, for the first comes from prefill")
+    return tokens_s / rounds_s
 
 
 def best_k(prices: Iterable[RoundPrice], acceptance: float) -> RoundPrice | None:

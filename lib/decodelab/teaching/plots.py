@@ -40,7 +40,9 @@ def use_style() -> None:
 def axes(*, columns: int = 1, size: tuple[float, float] = SIZE) -> tuple[Figure, Any]:
     """A figure in the course's style and its axes: one, or an array of `columns`."""
     use_style()
-    return plt.subplots(1, columns, figsize=size, layout="constrained")
+    figure, ax = plt.subplots(1, columns, figsize=size, layout="constrained")
+    figure.get_layout_engine().set(wspace=0.05)  # a panel's y-label stands clear of its neighbour
+    return figure, ax
 
 
 class Canvas:
@@ -481,3 +483,57 @@ def curves(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, ax:
     if "y" not in log:
         ax.set_ylim(0, None)
     ax.legend(fontsize=9)
+
+
+def speedups(rows: Sequence[tuple[str, float, float]], *, ax: Axes, title: str, caption: str = "") -> None:
+    """(label, predicted, measured) speed-ups, one a line: measured is a dot, predicted a bar across it; left of the line at 1 it loses."""
+    places = range(len(rows))
+    ax.axvline(1, color="black", linewidth=1, linestyle="--", label="no gain")
+    ax.plot([measured for _, _, measured in rows], places, "o", color=MEASURED, markersize=8, label="measured")
+    ax.plot([predicted for _, predicted, _ in rows], places, "|", color=PREDICTED, markersize=16, markeredgewidth=2, label="predicted")
+    ax.set(title=title, xlabel="speed-up", xlim=(0, 1.1 * max(1.2, *(max(pair) for _, *pair in rows))))
+    ax.set_yticks(places, [label for label, *_ in rows])
+    ax.invert_yaxis()
+    ax.legend(fontsize=9, loc="lower right")
+    small_print(ax, caption)
+
+
+def round_prices(groups: Mapping[str, Sequence[tuple[float, float]]], *, ax: Axes, title: str) -> None:
+    """(tokens per round, speed-up) of each result, by group; the lines say how many plain steps a round cost."""
+    far = 1.1 * max(tokens for points in groups.values() for tokens, _ in points)
+    for steps in (1, 1.25, 1.5, 2):
+        ax.plot((0, far), (0, far / steps), color=FLOOR, linewidth=1, linestyle=":")
+        ax.text(far, far / steps, f" {steps:g} steps" if steps > 1 else " a round costs 1 step", fontsize=9, color=FLOOR, va="center")
+    looks = zip((OTHER, PREDICTED, "#ffa90e", FLOOR, MEASURED), "sD^vo", strict=True)
+    for (label, points), (color, marker) in zip(groups.items(), looks, strict=False):
+        ax.plot(*zip(*points, strict=True), marker, color=color, markersize=7, label=label)
+    ax.axhline(1, color="black", linewidth=1, linestyle="--")
+    ax.set(title=title, xlabel="tokens per round", ylabel="speed-up", xlim=(0, far), ylim=(0, None))
+    ax.legend(fontsize=9, loc="upper left")
+
+
+def against_formula(series: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]], *, ax: Axes, title: str, labels: tuple[str, str],
+                    limit: tuple[str, float] | None = None) -> None:  # fmt: skip
+    """Label -> (xs, published, formula): what others measured as dots, what the formula says as a line of the same colour; a `limit` is dashed."""
+    for (label, (xs, dots, line)), color, marker in zip(series.items(), (MEASURED, PREDICTED, OTHER), "osD", strict=False):
+        ax.plot(xs, dots, marker, color=color, markersize=8, label=f"{label}, published")
+        ax.plot(xs[: len(line)], line, "-", color=color, linewidth=2, label=f"{label}, formula" if line else None)
+    if limit:
+        ax.axhline(limit[1], linestyle="--", color="black", linewidth=1, label=limit[0])
+    ax.set(title=title, xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+    ax.set_xticks(xs, [f"{x:g}" for x in xs])
+    ax.legend(fontsize=9)
+
+
+def budgets(points: Sequence[tuple[int, float, tuple[float, float]]], *, lengths: Sequence[int], ax: Axes, title: str, caption: str = "") -> None:
+    """(budget, share right, its 95 % interval) as dots, and as a line the share of traces of these `lengths` that end within each budget."""
+    ordered, far = sorted(lengths), 1.02 * points[-1][0]
+    xs = [0, *(length for length in ordered if length <= far), far]
+    ended = [100 * sum(length <= x for length in ordered) / len(ordered) for x in xs]
+    ax.step(xs, ended, where="post", color=PREDICTED, label="traces that end within it")
+    low, high = ([100 * abs(share - ends[side]) for _, share, ends in points] for side in (0, 1))
+    ax.errorbar([budget for budget, *_ in points], [100 * share for _, share, _ in points], (low, high), fmt="o", color=MEASURED, markersize=8, capsize=4,
+                label="right answers, measured, 95 %")  # fmt: skip
+    ax.set(title=title, xlabel="budget, tokens of trace", ylabel="% of problems", xlim=(0, far), ylim=(0, 104))
+    ax.legend(loc="lower right")
+    small_print(ax, caption)

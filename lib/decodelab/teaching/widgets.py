@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets
 
-from decodelab.arithmetic import catalog, cost, engines, planning, units
+from decodelab.arithmetic import catalog, cost, engines, planning, speculation, units
 from decodelab.arithmetic.catalog import ModelConfig, Workload
 from decodelab.arithmetic.cost import Constants
 from decodelab.arithmetic.records import Card
@@ -310,3 +310,56 @@ def pools_explorer(capacity: Callable[..., float], *, devices: int = 8, prompt: 
 
     tokens = ladder(10, 50_000)
     return Explorer([("prompt", "prompt, tokens read", tokens, prompt), ("output", "output, tokens written", tokens, output)], answer, canvas)
+
+
+def speculation_explorer(config: ModelConfig, constants: Constants, *, context: int = 1000, acceptance: float = 0.7, k: int = 4,
+                         draft_cost: float = 0.15, batch: int = 1) -> Explorer:  # fmt: skip
+    """Speed-up of speculation over K: acceptance, K, what a draft costs beside a step of the target, and the batch."""
+    canvas = plots.Canvas(margins=(0.1, 0.97, 0.17, 0.9))
+    lengths = range(1, 13)
+
+    def price(k: int, draft_cost: float, batch: int) -> speculation.RoundPrice:
+        alone = speculation.round_price(config, constants, k=k, context=context, batch=batch)
+        return replace(alone, draft_s=k * draft_cost * alone.step_s)
+
+    def answer(values: dict) -> str:
+        chance, chosen = values["acceptance"], values["k"]
+        prices = [price(k, values["draft_cost"], values["batch"]) for k in lengths]
+        gains, one = [each.speedup(chance) for each in prices], prices[chosen - 1]
+        plots.curves({f"acceptance {chance:.2f}, draft {values['draft_cost']:g}": (lengths, gains)}, ax=canvas.clear(),
+                     title=f"{config.name}, {context:,} tokens each, batch {values['batch']}", labels=("K, drafts per round", "speed-up"), limit=("no gain", 1))  # fmt: skip
+        canvas.ax.plot(chosen, gains[chosen - 1], "o", color=plots.PREDICTED, markersize=10)
+        canvas.ax.set_ylim(0, 1.3 * max(1.2, *gains))
+        best, even = speculation.best_k(prices, chance), one.break_even
+        needs = "loses at any acceptance" if even is None else f"breaks even at acceptance {even:.2f}"
+        return (f"speed-up {gains[chosen - 1]:.2f}: {speculation.expected_tokens(chance, chosen):.2f} tokens per round for the time of "
+                f"{(one.draft_s + one.verify_s) / one.step_s:.2f} steps, {one.draft_s / one.step_s:.2f} of them drafts\n"
+                f"K = {chosen} {needs} · {f'best K: {best.k}, {best.speedup(chance):.2f} times' if best else 'no K gains: do not speculate'}")  # fmt: skip
+
+    controls = [("acceptance", "acceptance of a tested draft", [step / 20 for step in range(21)], acceptance), ("k", "K, drafts per round", lengths, k),
+                ("draft_cost", "a draft, in steps of the target", (0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1), draft_cost),
+                ("batch", "batch, sequences per pass", [2**i for i in range(9)], batch)]  # fmt: skip
+    return Explorer(controls, answer, canvas)
+
+
+def budget_explorer(thoughts: Sequence[Any], *, dollars_per_million_out: float = 4.0) -> Explorer:
+    """What was measured at each budget of thought: the share right, and what a right answer costs in tokens, seconds, bytes and dollars."""
+    canvas = plots.Canvas(size=(7.6, 5.0), margins=(0.12, 0.97, 0.11, 0.93), panels=2)
+    found = {thought.budget: thought for thought in thoughts}
+    series = {"% of problems right": [100 * thought.accuracy for thought in thoughts],
+              "seconds per right answer": [thought.per_right(thought.decode_s) for thought in thoughts]}  # fmt: skip
+
+    def answer(values: dict) -> str:
+        one = found[values["budget"]]
+        canvas.clear()
+        for panel, (name, ys) in zip(canvas.panels, series.items(), strict=True):
+            plots.curves({name: (list(found), ys)}, ax=panel, title=name, labels=("budget, tokens of trace", ""))
+            panel.plot(one.budget, dict(zip(found, ys, strict=True))[one.budget], "o", color=plots.PREDICTED, markersize=11)
+            panel.get_legend().remove()
+        tokens = one.per_right(sum(one.tokens))
+        return (f"budget {one.budget:,}: {one.right} of {len(one.answers)} right, {units.format_percent(one.accuracy)}\n"
+                f"a right answer costs {units.significant(tokens, 3)} tokens · {units.format_seconds(one.per_right(one.decode_s))} of decode · "
+                f"{units.format_bytes(one.per_right(one.weight_bytes + one.kv_bytes), 3)} read · {units.significant(100 * tokens * dollars_per_million_out / 1e6, 3)} cents "
+                f"at {dollars_per_million_out:g} dollars per million output tokens")  # fmt: skip
+
+    return Explorer([("budget", "budget, tokens of trace", list(found), thoughts[len(thoughts) // 2].budget)], answer, canvas)
