@@ -131,9 +131,8 @@ def test_rounds_of_unequal_width_are_priced_one_by_one():
 
 def test_the_prediction_is_the_formula_on_the_counts(monkeypatch):
     """With prices put in, what comes out is arithmetic: no time of a whole text is in it."""
-    monkeypatch.setattr(
-        speculation, "_prices", lambda *_, **__: {k: RoundPrice(k=k, step_s=1.0, draft_s=0.1 * k, verify_s=1.0 + 0.1 * k) for k in range(9)}
-    )
+    prices = {k: RoundPrice(k=k, step_s=1.0, draft_s=0.1 * k, verify_s=1.0 + 0.1 * k) for k in range(9)}
+    monkeypatch.setattr(speculation.Trial, "prices", lambda trial: prices)
     found = measure("collatz", PLAIN_TEXT, draft=Loaded(TARGET.model, Letters()), k=4, budget_s=1)
     assert found.tokens == 191 and found.rounds == 39  # 38 blocks of 5, and the last token alone
     assert found.predicted_speedup == pytest.approx(191 / (38 * 1.8 + 1))
@@ -141,9 +140,8 @@ def test_the_prediction_is_the_formula_on_the_counts(monkeypatch):
 
 
 def test_a_price_for_each_number_of_drafts_that_occurred(monkeypatch):
-    seen = {}
-    kept = speculation._prices
-    monkeypatch.setattr(speculation, "_prices", lambda *given, **options: seen.setdefault("prices", kept(*given, **options)))
+    seen, kept = {}, speculation.Trial.prices
+    monkeypatch.setattr(speculation.Trial, "prices", lambda trial: seen.setdefault("prices", kept(trial)))
     found = measure("scratchpad", PLAIN_TEXT, draft=OTHER, k=3, budget_s=1)
     assert set(seen["prices"]) == {0, 1, 2, 3} or set(seen["prices"]) < {0, 1, 2, 3}
     assert all(price.k == k and (price.draft_s > 0 or not k) for k, price in seen["prices"].items()) and found.price is seen["prices"][3]
