@@ -6,7 +6,7 @@ TTFT, ITL, TPOT and MBU are defined once, below.
 import html
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from math import ceil, isfinite
 from pathlib import Path
@@ -132,6 +132,13 @@ def finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [finite(part) for part in value]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, pad: Callable[[str, int], str] = str.ljust) -> str:
+    """A table in plain text, its columns as wide as their longest cell."""
+    lines = [tuple(map(str, row)) for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(pad, row, widths)).rstrip() for row in lines)
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> str:

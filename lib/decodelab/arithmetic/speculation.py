@@ -112,13 +112,11 @@ def speedup(rounds: Iterable[RoundPrice], acceptance: float, *, first: float | N
     A prompt lookup finds nothing in one round and a full block in the next: the mean of their k has not their mean price.
     Raises: ValueError where there is no round.
     """
-    tokens_s, rounds_s = 0.0, 0.0
-    for each in rounds:
-        tokens_s += expected_tokens(acceptance, each.k, first=first) * each.step_s
-        rounds_s += each.draft_s + each.verify_s
-    if not rounds_s:
+    rounds = list(rounds)
+    if not rounds:
         raise ValueError("there is no round to price; a request needs at least two tokens, for the first comes from prefill")
-    return tokens_s / rounds_s
+    plain_s = sum(expected_tokens(acceptance, each.k, first=first) * each.step_s for each in rounds)
+    return plain_s / sum(each.draft_s + each.verify_s for each in rounds)
 
 
 def best_k(prices: Iterable[RoundPrice], acceptance: float) -> RoundPrice | None:

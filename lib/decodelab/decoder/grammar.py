@@ -100,9 +100,10 @@ def read(state: frozenset[Parts], text: str) -> frozenset[Parts]:
     return state
 
 
-def token_texts(tokenizer: Tokenizer, *, skip_special: bool = True) -> tuple[str, ...]:
-    """The text of each token by id: "" of a special one that is skipped, marks where it is only a part of a character."""
-    return tuple(tokenizer.decode([i], skip_special=skip_special) for i in range(tokenizer.vocab_size))
+@lru_cache(maxsize=2)
+def token_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The text of each token by id: "" of a special one, marks where it is only a part of a character."""
+    return tuple(tokenizer.decode([i]) for i in range(tokenizer.vocab_size))
 
 
 def fixed_characters(parts: Parts) -> set[str]:

@@ -10,7 +10,7 @@ behind it, how many drafts each round had; and what a step, the drafting and a p
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from decodelab.arithmetic import catalog
-from decodelab.arithmetic.records import html_table
+from decodelab.arithmetic.records import html_table, text_table
 from decodelab.arithmetic.speculation import RoundPrice, speedup
 from decodelab.decoder import grammar, weights
 from decodelab.decoder.cache import KVCache
@@ -86,20 +86,20 @@ CALL = grammar.tool_call({
 })  # fmt: skip
 ASKED = ("Send Clara the message that the ferry to the island is one hour late. It is urgent.",
          "What will the weather in Reykjavik be over the next three days, in celsius?")  # fmt: skip
+COPY = {"prompts": (f"Repeat this text word for word, and write nothing else:\n\n{QUAY}",), "k": 8}
 LIST = ("[", *PERSON, ", ", *PERSON, ", ", *PERSON, "]")
 PEOPLE_OF = {"prompts": (PEOPLE,), "tokens": 128, "k": 6, "grammar": LIST}
 THOUGHT = {"target": REASONER, "draft": DRAFT, "k": 4}
 
 SETTINGS: Mapping[str, Setting] = {
-    "copy": Setting(what="a text repeated word for word", prompts=(f"Repeat this text word for word, and write nothing else:\n\n{QUAY}",), tokens=72, k=8),
+    "copy": Setting(what="a text repeated word for word", tokens=72, **COPY),
     "code": Setting(what="a small change to a piece of code", tokens=80, k=8,
                     prompts=(f"Rename the function total to total_price in this code and write the whole code again:\n\n```python\n{CODE}```",)),
     "json": Setting(what="records in strict JSON, drafts held to the grammar", **PEOPLE_OF),
     "json_unmasked": Setting(what="the same, drafts not held to it", mask_draft=False, **PEOPLE_OF),
     "tool_call": Setting(what="a call of one of three tools", prompts=tuple(TOOLS + one for one in ASKED), tokens=64, k=6, grammar=CALL),
     "prose": Setting(what="an answer in words of its own", prompts=("Why is the sea salty? Answer in one paragraph.",), tokens=64, k=8),
-    "hot": Setting(what="the first text at temperature 1.5", prompts=(f"Repeat this text word for word, and write nothing else:\n\n{QUAY}",),
-                   tokens=64, k=8, temperature=1.5),
+    "hot": Setting(what="the first text at temperature 1.5", tokens=64, temperature=1.5, **COPY),
     "scratchpad": Setting(what="multiplication written out", prompts=("M905*412=", "M137*864=", "M137*224=", "M137*634="), tokens=64, **THOUGHT),
     "collatz": Setting(what="a Collatz trajectory", prompts=("C301=",), tokens=192, **THOUGHT),
     "search": Setting(what="a search with dead ends", prompts=("S7331998:72=", "S43837557:91=", "S6129555:51=", "S874942:02="), tokens=192, **THOUGHT),
@@ -181,9 +181,7 @@ class Results(dict[str, Measured]):
         return [cells(name, each) for name, each in self.items()]
 
     def __str__(self) -> str:
-        table = [HEADER, *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+        return text_table(HEADER, self.rows(), pad=str.rjust)
 
     __repr__ = __str__
 
@@ -223,7 +221,7 @@ def measure(name: str, target: Loaded, *, draft: Loaded | None = None, k: int | 
     """
     chosen, model, words = setting(name), target.model, target.tokenizer
     k, vocabularies = chosen.k if k is None else k, (words.tokens, draft.tokenizer.tokens) if draft else None
-    allowed = chosen.grammar and Grammar(chosen.grammar, grammar.token_texts(words), end_ids=words.end_ids, vocab_size=model.config.vocab_size)
+    allowed = chosen.grammar and _grammar(chosen.grammar, words, model.config.vocab_size)
     trial = Trial(model, [_ids(words, prompt) for prompt in chosen.prompts], k=k, max_tokens=chosen.tokens, eos=frozenset(words.end_ids),
                   sampling=Sampling(temperature=chosen.temperature), allowed=allowed, mask_draft=chosen.mask_draft,
                   drafter=lambda: DraftModel(draft.model, vocabularies=vocabularies) if draft else PromptLookup())  # fmt: skip
@@ -245,6 +243,12 @@ Run = list[tuple[Round, float]]
 """The rounds of one text with their seconds."""
 Runs = list[list[Run]]
 """Of each text, its repeats."""
+
+
+@lru_cache(maxsize=4)
+def _grammar(parts: Parts, tokenizer: Tokenizer, vocab_size: int) -> Grammar:
+    """One for all settings that ask for the same: its masks over a large vocabulary take seconds to fill."""
+    return Grammar(parts, grammar.token_texts(tokenizer), end_ids=tokenizer.end_ids, vocab_size=vocab_size)
 
 
 def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

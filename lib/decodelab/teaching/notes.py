@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decodelab.arithmetic.records import html_table
+from decodelab.arithmetic.records import html_table, text_table
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ class Table:
     caption: str = ""
 
     def __repr__(self) -> str:
-        lines = [tuple(map(str, row)) for row in (self.header, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines)
+        return text_table(self.header, self.rows)
 
     def _repr_html_(self) -> str:
         return html_table(self.header, self.rows, caption=self.caption)

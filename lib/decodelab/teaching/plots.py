@@ -3,6 +3,7 @@
 Every function draws on the `ax` it is given. Colours are petroff10's, which stay apart for colour-blind readers and in grey.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from io import BytesIO
@@ -529,7 +530,7 @@ def budgets(points: Sequence[tuple[int, float, tuple[float, float]]], *, lengths
     """(budget, share right, its 95 % interval) as dots, and as a line the share of traces of these `lengths` that end within each budget."""
     ordered, far = sorted(lengths), 1.02 * points[-1][0]
     xs = [0, *(length for length in ordered if length <= far), far]
-    ended = [100 * sum(length <= x for length in ordered) / len(ordered) for x in xs]
+    ended = [100 * bisect_right(ordered, x) / len(ordered) for x in xs]
     ax.step(xs, ended, where="post", color=PREDICTED, label="traces that end within it")
     low, high = ([100 * abs(share - ends[side]) for _, share, ends in points] for side in (0, 1))
     ax.errorbar([budget for budget, *_ in points], [100 * share for _, share, _ in points], (low, high), fmt="o", color=MEASURED, markersize=8, capsize=4,
