@@ -11,6 +11,7 @@ import regex
 import transformers
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decodelab.decoder import template, weights
 from decodelab.decoder.template import TemplateError, render
@@ -73,7 +74,7 @@ def test_chat_is_what_transformers_renders(smollm, reference):
 
 
 def tiny_gguf(path, *, pre="gpt-2", model="gpt2", add_start=None, chat=None, special=("<s>", "</s>"), leave_out=(), extra=()):
-    alphabet = list(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    alphabet = list(bytes_to_unicode().values())
     tokens = [*alphabet, "he", "hel", *special, "12"]
     writer = gguf.GGUFWriter(str(path), "llama")
     fields = {"model": (writer.add_tokenizer_model, model), "pre": (writer.add_tokenizer_pre, pre), "tokens": (writer.add_token_list, tokens),
@@ -137,7 +138,7 @@ def test_words_are_those_of_transformers(tmp_path, pre):
 
 def test_qwen2_from_a_gguf_and_from_a_folder_is_the_tokenizer_of_transformers(tmp_path):
     """Same ids for every text, letters and their accents joined first; no start token unless the file asks."""
-    alphabet = list(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    alphabet = list(bytes_to_unicode().values())
     tokens = {token: i for i, token in enumerate([*alphabet, "he", "hel", "<|endoftext|>", "<|im_end|>", "12"])}
     reference = transformers.Qwen2Tokenizer(vocab=tokens, merges=[("h", "e"), ("he", "l"), ("1", "2")], eos_token="<|im_end|>")
     reference.save_pretrained(tmp_path / "folder")

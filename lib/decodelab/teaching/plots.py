@@ -423,8 +423,8 @@ def batch_rates(result: Any, *, ax: Sequence[Axes]) -> None:
 
 
 def ledger(table: Any, *, ax: Axes, title: str = "What each technique does to a quantity: predicted and measured") -> None:
-    """after / before of each entry on a log axis, passes left out; "same" is shaded, a cross is a class that was not predicted."""
-    entries = [entry for entry in table.entries if entry.quantity != "passes"]
+    """after / before of each entry on a log axis, passes that stay the same left out; "same" is shaded, a cross is a class that was not predicted."""
+    entries = [entry for entry in table.entries if (entry.quantity, entry.claimed) != ("passes", "same")]
     ax.axvspan(0.9, 1.1, color="#e8e8e8", label="same: within 10 %")
     for label, wanted, marker, color in (("found, as claimed", True, "o", MEASURED), ("found, another class", False, "X", OTHER)):
         kept = [
@@ -441,7 +441,7 @@ def ledger(table: Any, *, ax: Axes, title: str = "What each technique does to a 
     ax.set_yticks(range(len(entries)), [f"{entry.technique}: {entry.quantity}" for entry in entries])
     ax.invert_yaxis()
     _plain_log(ax.xaxis)
-    ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.3, -0.15), ncols=2)
+    ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.3, 0), borderaxespad=7, ncols=2)  # below the small print, whatever the height
     small_print(ax, table.caption)
 
 
@@ -495,7 +495,7 @@ def speedups(rows: Sequence[tuple[str, float, float]], *, ax: Axes, title: str, 
     ax.set(title=title, xlabel="speed-up", xlim=(0, 1.1 * max(1.2, *(max(pair) for _, *pair in rows))))
     ax.set_yticks(places, [label for label, *_ in rows])
     ax.invert_yaxis()
-    ax.legend(fontsize=9, loc="lower right")
+    ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=7, ncols=3)  # below: dots may lie anywhere
     small_print(ax, caption)
 
 
