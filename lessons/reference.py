@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 LESSONS = Path(__file__).resolve().parent
@@ -90,14 +91,20 @@ def taught_in(docstring: str) -> str:
     return ", ".join(link(sorted(LESSONS.parent.glob(f"{name}_*.ipynb"))[0]) for name in named)
 
 
+@cache
+def prose(notebook: Path) -> str:
+    """The text of a notebook's Markdown cells."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    told = (cell["source"] for cell in cells if cell["cell_type"] == "markdown")
+    return "\n".join("".join(lines) for lines in told)
+
+
 def first_use(word: str) -> str:
     """Link to the first lesson with the word in its title, else in its text."""
     pattern = re.compile(rf"(?<!\w){re.escape(word)}s?(?!\w)", re.I)
     for title in (True, False):
         for notebook in sorted(LESSONS.glob("*.ipynb")):
-            cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-            told = (cell["source"] for cell in cells if cell["cell_type"] == "markdown")
-            text = "\n".join("".join(lines) for lines in told)
+            text = prose(notebook)
             if pattern.search(text.partition("\n")[0] if title else text):
                 return link(notebook)
     return ""
@@ -105,9 +112,8 @@ def first_use(word: str) -> str:
 
 def table(*rows: tuple[str, ...]) -> str:
     """The rows in Markdown, the first one as header, whatever their cells hold."""
-    marks = re.compile(
-        r"(`.*?`)|([*<$])"
-    )  # code stays as it is, what Markdown would read is escaped
+    # code stays as it is, what Markdown would read is escaped
+    marks = re.compile(r"(`.*?`)|([*<$])")
     lines = []
     for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]):
         plain = (" ".join(cell.replace("|", r"\|").split()) or "–" for cell in cells)
